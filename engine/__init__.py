@@ -1,0 +1,1 @@
+"""Requests in, completions out: tokenizer, model, KV cache, batcher."""

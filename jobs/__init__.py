@@ -1,0 +1,1 @@
+"""What a job is: spec, rows, storage, database, planning. No torch, nothing else of ours."""

@@ -1,0 +1,119 @@
+"""What a shard's work cost: errors by code, engine counters and three latency histograms.
+
+Row and token counts are not here: they are columns of the shards table (ShardCounts), for SQL to add.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jobs.histogram import Histogram
+
+PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
+_SUMS = (
+    "num_preemptions",
+    "scheduled_tokens_while_waiting",
+    "budget_tokens_while_waiting",
+    "kv_waste_sum",
+    "kv_waste_samples",
+    "busy_s",
+)
+_HISTOGRAMS = ("queue_wait_s", "time_to_first_token_s", "time_per_token_s")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCounts:
+    """Rows and tokens that one commit adds to its shard."""
+
+    completed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class JobStats:
+    """Sums and histograms over some rows; merged over shards, those of the job. Mutable while recording."""
+
+    errors_by_code: dict[str, int] = field(default_factory=dict)
+    num_preemptions: int = 0
+    scheduled_tokens_while_waiting: int = 0
+    budget_tokens_while_waiting: int = 0
+    kv_waste_sum: float = 0.0
+    kv_waste_samples: int = 0
+    busy_s: float = 0.0  # wall time during which the engine worked on these rows
+    queue_wait_s: Histogram = field(default_factory=Histogram)
+    time_to_first_token_s: Histogram = field(default_factory=Histogram)
+    time_per_token_s: Histogram = field(default_factory=Histogram)
+
+    def record_latency(
+        self, queue_wait_s: float, time_to_first_token_s: float, time_per_token_s: float
+    ) -> None:
+        """Counts one completed row; a row of a single token has no time per token (0: not counted)."""
+        self.queue_wait_s.record(queue_wait_s)
+        self.time_to_first_token_s.record(time_to_first_token_s)
+        if time_per_token_s > 0.0:
+            self.time_per_token_s.record(time_per_token_s)
+
+    def record_error(self, code: str) -> None:
+        """Counts one error row."""
+        self.errors_by_code[code] = self.errors_by_code.get(code, 0) + 1
+
+    def merge(self, other: JobStats) -> None:
+        """Adds what `other` counted."""
+        for code, count in other.errors_by_code.items():
+            self.errors_by_code[code] = self.errors_by_code.get(code, 0) + count
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in _HISTOGRAMS:
+            getattr(self, name).merge(getattr(other, name))
+
+    def percentiles(self) -> dict[str, dict[str, float | None]]:
+        """{"queue_wait_s": {"p50": .., "p95": .., "p99": ..}, and likewise the other two}."""
+        return {
+            name: {label: getattr(self, name).quantile(q) for label, q in PERCENTILES.items()}
+            for name in _HISTOGRAMS
+        }
+
+    @property
+    def kv_waste(self) -> float | None:
+        """Mean share of allocated KV slots that held no token; None when it was never sampled."""
+        return self.kv_waste_sum / self.kv_waste_samples if self.kv_waste_samples else None
+
+    @property
+    def step_budget_utilization(self) -> float | None:
+        """Share of the token budget that steps used while rows waited; None when rows never waited."""
+        if not self.budget_tokens_while_waiting:
+            return None
+        return self.scheduled_tokens_while_waiting / self.budget_tokens_while_waiting
+
+    def to_json(self) -> str:
+        """Short JSON text with sorted keys; zeros and empty histograms are left out."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in _SUMS}
+        values["errors_by_code"] = self.errors_by_code
+        values.update({name: getattr(self, name).to_list() for name in _HISTOGRAMS})
+        return json.dumps({k: v for k, v in values.items() if v}, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | None) -> JobStats:
+        """The inverse of to_json; None gives empty stats."""
+        values: dict[str, Any] = json.loads(text) if text else {}
+        stats = cls(errors_by_code=dict(values.get("errors_by_code", {})))
+        for name in _SUMS:
+            setattr(stats, name, values.get(name, getattr(stats, name)))
+        for name in _HISTOGRAMS:
+            setattr(stats, name, Histogram.from_list(values.get(name, ())))
+        return stats
+
+
+def merge_stats(texts: Iterable[str | None]) -> JobStats:
+    """The sum of stats kept as JSON."""
+    total = JobStats()
+    for text in texts:
+        total.merge(JobStats.from_json(text))
+    return total

@@ -1,0 +1,1 @@
+"""Tensor operations: one contract, a torch reference, and a backend for each device."""

@@ -1,0 +1,1 @@
+"""Alembic revisions of the job database; jobs/database.py runs them."""

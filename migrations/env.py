@@ -1,0 +1,15 @@
+"""What alembic runs: the revisions over the connection that jobs/database.py hands it, in its transaction."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from jobs.models import metadata
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=metadata,
+    render_as_batch=True,  # SQLite can't ALTER most things
+)
+with context.begin_transaction():
+    context.run_migrations()

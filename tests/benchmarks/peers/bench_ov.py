@@ -1,0 +1,79 @@
+"""OpenVINO GenAI as a peer: bench_ov.py MODEL_FOLDER WORKLOADS, with its ContinuousBatchingPipeline.
+
+Environment: PEERS, KV (f16, u8 or bf16), PREC (bf16 or f32), MAXSEQS, MBT, SPLIT, CACHE (GB), PRIME (run the
+first row alone, for the others to find its prefix), TAG, ROWS, THREADS. export_ov.sh makes the model folders.
+"""
+
+import os
+import sys
+import time
+
+import numpy as np
+import openvino
+import openvino_genai
+from common import NUM_THREADS, load, report
+
+
+def build_pipeline(folder: str):
+    """The pipeline, and its settings as text."""
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size = int(os.environ.get("CACHE", "4"))
+    scheduler.enable_prefix_caching = True
+    scheduler.max_num_seqs = int(os.environ.get("MAXSEQS", "256"))
+    scheduler.max_num_batched_tokens = int(os.environ.get("MBT", "4096"))
+    scheduler.dynamic_split_fuse = bool(int(os.environ.get("SPLIT", "1")))
+    properties = {
+        "INFERENCE_PRECISION_HINT": os.environ.get("PREC", "bf16"),
+        "INFERENCE_NUM_THREADS": NUM_THREADS,
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    if os.environ.get("KV"):
+        properties["KV_CACHE_PRECISION"] = os.environ["KV"]
+    settings = (
+        f"{properties} cache={scheduler.cache_size}GB prefix_caching max_num_seqs={scheduler.max_num_seqs} "
+        f"max_batched={scheduler.max_num_batched_tokens} split_fuse={scheduler.dynamic_split_fuse}"
+    )
+    return openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties), settings
+
+
+def run_rows(pipeline, rows: list[dict]) -> list[list[int]]:
+    """Greedy completions of exactly max_tokens each."""
+    configs = []
+    for row in rows:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = row["max_tokens"], True, False
+        configs.append(config)
+    prompts = [openvino.Tensor(np.array([row["ids"]], dtype=np.int64)) for row in rows]
+    return [list(answer.m_generation_ids[0]) for answer in pipeline.generate(prompts, configs)]
+
+
+def main() -> None:
+    """Load, warm up on eight tokens, then time each workload."""
+    folder, workloads = sys.argv[1], sys.argv[2]
+    start = time.perf_counter()
+    pipeline, settings = build_pipeline(folder)
+    load_s = time.perf_counter() - start
+    run_rows(pipeline, [dict(load("C")[0], max_tokens=8)])
+    for workload in workloads:
+        rows = load(workload)
+        cpu, start = time.process_time(), time.perf_counter()
+        if os.environ.get("PRIME") and len(rows) > 1:
+            outs = run_rows(pipeline, rows[:1]) + run_rows(pipeline, rows[1:])
+        else:
+            outs = run_rows(pipeline, rows)
+        secs = time.perf_counter() - start
+        report(
+            f"openvino-{os.path.basename(folder)}" + os.environ.get("TAG", ""),
+            workload,
+            rows,
+            outs,
+            secs,
+            version=openvino_genai.__version__,
+            load_s=round(load_s, 1),
+            cpu_util=round((time.process_time() - cpu) / secs / NUM_THREADS, 2),
+            settings=settings,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What every peer script shares: the work folder, the workloads, and the one JSON line it prints a workload.
+
+The work folder is the environment variable PEERS (default: peers-work). It holds workload.jsonl, the GGUF
+file as smollm2.gguf and, for the peers that read that layout, smollm2-hf/ (made by ../prepare_model.py).
+"""
+
+import hashlib
+import json
+import os
+import resource
+from pathlib import Path
+
+PEERS = Path(os.environ.get("PEERS", "peers-work"))
+HF_FOLDER = str(PEERS / "smollm2-hf")
+NUM_THREADS = int(os.environ.get("THREADS", str(len(os.sched_getaffinity(0)))))
+
+
+def load(workload: str) -> list[dict]:
+    """The rows of one workload, the first ROWS of them where that variable is set."""
+    with open(PEERS / "workload.jsonl", encoding="utf-8") as file:
+        rows = [row for row in map(json.loads, file) if row["wl"] == workload]
+    num_rows = int(os.environ.get("ROWS", "0"))
+    return rows[:num_rows] if num_rows else rows
+
+
+def peak_gb() -> float:
+    """Peak resident memory of this process or of its largest child, in GiB."""
+    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return round(max(resource.getrusage(each).ru_maxrss for each in who) / 2**20, 2)
+
+
+def report(peer: str, workload: str, rows: list[dict], outs: list[list[int]], secs: float, **more) -> None:
+    """Print one workload's line and keep the tokens for compare.py. outs: token ids, in row order."""
+    num_prompt, num_out = sum(len(row["ids"]) for row in rows), sum(map(len, outs))
+    line = {
+        "peer": peer,
+        "wl": workload,
+        "rows": len(rows),
+        "secs": round(secs, 2),
+        "out_tok": num_out,
+        "want_out": sum(row["max_tokens"] for row in rows),
+        "prompt_tok": num_prompt,
+        "out_tok_s": round(num_out / secs, 1),
+        "total_tok_s": round((num_prompt + num_out) / secs, 1),
+        "peak_rss_gb": peak_gb(),
+        "tokens_sha256": hashlib.sha256(json.dumps(outs).encode()).hexdigest()[:16],
+        **more,
+    }
+    folder = PEERS / "out"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = peer.replace("/", "_").replace(" ", "_")
+    (folder / f"{workload}-{name}.json").write_text(json.dumps(outs), encoding="utf-8")
+    print(json.dumps(line), flush=True)

@@ -1,0 +1,64 @@
+"""The identity of a job changes with what can change a text, and with nothing else; seeds likewise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jobs.identity import job_identity, sample_seed
+from jobs.sources import Source
+from jobs.spec import JobSpec
+
+SOURCES = [Source("/a.jsonl", 10, "1", "jsonl"), Source("/b.jsonl", 20, "2", "jsonl")]
+
+
+def build_spec(**fields: Any) -> JobSpec:
+    return JobSpec.model_validate(
+        {"input": ["a"], "output": "out", "model": "null:", "prompt": "{{ x }}"} | fields
+    )
+
+
+SAME = job_identity(SOURCES, build_spec(), "model")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "{{ y }}"},
+        {"system": "Be brief"},
+        {"max_tokens": 4},
+        {"seed": 1},
+        {"stop": ["x"]},
+        {"limit": 3},
+        {"keep": ["x"]},
+        {"on_null": "empty"},
+        {"sampling": {"temperature": 0.5}},
+    ],
+)
+def test_another_text_is_another_job(fields: dict[str, Any]) -> None:
+    assert job_identity(SOURCES, build_spec(**fields), "model") != SAME
+
+
+@pytest.mark.parametrize("fields", [{"shard_rows": 10}, {"max_errors": "3"}, {"if_exists": "fail"}])
+def test_how_the_work_is_cut_does_not_matter(fields: dict[str, Any]) -> None:
+    assert job_identity(SOURCES, build_spec(**fields), "model") == SAME
+
+
+@pytest.mark.parametrize("change", [{"uri": "/c.jsonl"}, {"size_bytes": 11}, {"version": "9"}])
+def test_another_input_is_another_job(change: dict[str, Any]) -> None:
+    assert job_identity([replace(SOURCES[0], **change), SOURCES[1]], build_spec(), "model") != SAME
+
+
+def test_the_order_of_sources_does_not_matter_and_the_model_does() -> None:
+    assert job_identity(SOURCES[::-1], build_spec(), "model") == SAME
+    assert job_identity(SOURCES, build_spec(), "another") != SAME
+
+
+def test_a_seed_depends_on_each_of_its_parts_and_is_fixed_for_ever() -> None:
+    seeds = {sample_seed(0, 0, 0), sample_seed(1, 0, 0), sample_seed(0, 1, 0), sample_seed(0, 0, 1)}
+    seeds |= {sample_seed(0, 0, 0, 1), sample_seed(0, 1, 11), sample_seed(0, 11, 1), sample_seed(-1, 0, 0)}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sample_seed(42, 0, 7) == 5_593_007_081_716_170_993

@@ -1,0 +1,238 @@
+"""What a commit does, also one whose reply is lost, one that is partial, and one that nobody published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection
+
+import jobs.shard_store
+from jobs.database import write_transaction
+from jobs.errors import StoreError
+from jobs.parts import load_done_rows
+from jobs.publishing import publish_part, redo_publications
+from jobs.stats import JobStats, ShardCounts
+from jobs.storage import LocalStorage, open_storage
+from jobs.store import Store, open_store
+from tests.jobs.cases import (
+    OTHER_PLACE,
+    Clock,
+    build_results,
+    claim_or_fail,
+    commit_rows,
+    count_results,
+    create_job,
+    read_rows,
+    write_rows,
+)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
+    with open_store(f"sqlite:///{tmp_path}/jobs.db", clock) as opened:
+        yield opened
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def storage(out: Path) -> LocalStorage:
+    return open_storage(str(out))
+
+
+def test_a_complete_commit_ends_the_shard(store: Store, storage: LocalStorage, out: Path) -> None:
+    job = create_job(store, out, 10)
+    claim = claim_or_fail(store, job)
+    assert commit_rows(store, storage, claim, *range(10), complete=True)
+    status = store.status(job.job_id)
+    assert (status.completed, status.failed, status.not_run) == (9, 1, 0)
+    assert status.shards == {"done": 1}
+    assert read_rows(out) == list(range(10))
+    assert store.claim_shard(job.job_id, OTHER_PLACE) is None
+
+
+def test_a_checkpoint_keeps_the_claim_and_makes_the_part_longer(
+    store: Store, storage: LocalStorage, out: Path
+) -> None:
+    job = create_job(store, out, 6)
+    claim = claim_or_fail(store, job)
+    claim = commit_rows(store, storage, claim, 4, 1) or claim
+    assert read_rows(out) == [1, 4]
+    claim = commit_rows(store, storage, claim, 5, 0) or claim
+    assert read_rows(out) == [0, 1, 4, 5]
+    assert store.status(job.job_id).shards == {"running": 1}
+    commit_rows(store, storage, claim, 3, 2, complete=True)
+    assert read_rows(out) == [0, 1, 2, 3, 4, 5]
+    assert [path.name for path in out.glob("part-*")] == ["part-00000.parquet"]
+
+
+def test_a_stopped_shard_goes_on_where_it_was(store: Store, storage: LocalStorage, out: Path) -> None:
+    job = create_job(store, out, 6)
+    commit_rows(store, storage, claim_or_fail(store, job), 0, 3, requeue=True)
+    again = claim_or_fail(store, job, OTHER_PLACE)
+    assert load_done_rows(storage, again.part) == {0, 3}
+    commit_rows(store, storage, again, 1, 2, 4, 5, complete=True)
+    assert read_rows(out) == [0, 1, 2, 3, 4, 5]
+    assert store.status(job.job_id).completed == 6
+
+
+def test_counts_and_stats_add_up_over_commits(store: Store, storage: LocalStorage, out: Path) -> None:
+    job = create_job(store, out, 20)
+    claim = claim_or_fail(store, job)
+    claim = commit_rows(store, storage, claim, *range(10)) or claim
+    commit_rows(store, storage, claim, *range(10, 20), complete=True)
+    status = store.status(job.job_id)
+    assert (status.completed, status.failed, status.prompt_tokens) == (18, 2, 90)
+    assert status.errors_by_code == {"null_value": 2}
+    assert status.percentiles["queue_wait_s"]["p50"] == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_stop_before_the_first_row_commits_nothing_and_requeues(store: Store, out: Path) -> None:
+    job = create_job(store, out, 6)
+    claim = claim_or_fail(store, job)
+    assert store.commit_shard(claim, None, ShardCounts(), JobStats(), requeue=True)
+    assert store.status(job.job_id).shards == {"queued": 1}
+
+
+def test_a_shard_is_not_done_while_rows_are_missing(store: Store, storage: LocalStorage, out: Path) -> None:
+    claim = claim_or_fail(store, create_job(store, out, 6))
+    with pytest.raises(AssertionError, match="not done with 2"):
+        commit_rows(store, storage, claim, 0, 1, complete=True)
+
+
+def test_counts_must_be_those_of_the_part(store: Store, storage: LocalStorage, out: Path) -> None:
+    claim = claim_or_fail(store, create_job(store, out, 6))
+    part = write_rows(storage, claim, 0, 1)
+    with pytest.raises(AssertionError, match="1 rows counted, 2 in the part"):
+        store.commit_shard(claim, part, ShardCounts(completed=1), JobStats())
+
+
+def test_a_failed_shard_keeps_what_it_committed(store: Store, storage: LocalStorage, out: Path) -> None:
+    job = create_job(store, out, 6)
+    claim = commit_rows(store, storage, claim_or_fail(store, job), 0, 1)
+    assert claim is not None
+    assert store.fail_shard(claim, "the engine died 3 times")
+    assert store.failed_shard_message(job.job_id) == "the engine died 3 times"
+    assert store.status(job.job_id).completed == 2
+    assert not store.fail_shard(claim, "again")
+
+
+class LostReplies:
+    """Transactions that commit, and then lose the connection before the reply, `times` times."""
+
+    def __init__(self, times: int, commits: bool) -> None:
+        self.left = times
+        self.commits = commits
+
+    @contextmanager
+    def __call__(self, engine: object) -> Iterator[Connection]:
+        lose, self.left = self.left > 0, self.left - 1
+        with write_transaction(engine) as connection:  # type: ignore[arg-type]
+            yield connection
+            if lose and not self.commits:
+                raise StoreError("the connection was cut before COMMIT")
+        if lose:
+            raise StoreError("the reply to COMMIT was lost")
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_commit_whose_reply_is_lost_counts_once(
+    store: Store, storage: LocalStorage, out: Path, monkeypatch: pytest.MonkeyPatch, commits: bool
+) -> None:
+    job = create_job(store, out, 4)
+    claim = claim_or_fail(store, job)
+    part = write_rows(storage, claim, 0, 1, 2, 3)
+    monkeypatch.setattr(jobs.shard_store, "write_transaction", LostReplies(1, commits))
+    assert store.commit_shard(claim, part, *count_results(build_results(0, 1, 2, 3)), complete=True)
+    status = store.status(job.job_id)
+    assert (status.completed, status.shards) == (4, {"done": 1})
+
+
+def test_a_database_that_stays_away_is_an_error(
+    store: Store, storage: LocalStorage, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = claim_or_fail(store, create_job(store, out, 4))
+    part = write_rows(storage, claim, 0, 1, 2, 3)
+    monkeypatch.setattr(jobs.shard_store, "write_transaction", LostReplies(99, False))
+    with pytest.raises(StoreError, match="cut before COMMIT"):
+        store.commit_shard(claim, part, *count_results(build_results(0, 1, 2, 3)), complete=True)
+
+
+def test_a_crash_between_commit_and_publication_is_redone(
+    store: Store, storage: LocalStorage, out: Path
+) -> None:
+    job = create_job(store, out, 4)
+    commit_rows(store, storage, claim_or_fail(store, job), 0, 1, 2, 3, complete=True, publish=False)
+    assert read_rows(out) == []
+    assert redo_publications(storage, store, job.job_id) == 1
+    assert read_rows(out) == [0, 1, 2, 3]
+    assert redo_publications(storage, store, job.job_id) == 0
+
+
+def test_a_crash_between_rename_and_its_note_is_redone(
+    store: Store, storage: LocalStorage, out: Path
+) -> None:
+    job = create_job(store, out, 4)
+    claim = commit_rows(store, storage, claim_or_fail(store, job), 0, 1, 2, 3, complete=True, publish=False)
+    assert claim is not None and claim.part is not None
+    storage.rename(claim.part.attempt, claim.part.path)
+    assert redo_publications(storage, store, job.job_id) == 1
+    assert store.unpublished_parts(job.job_id) == []
+
+
+def test_a_claim_reads_a_part_that_was_committed_and_not_published(
+    store: Store, storage: LocalStorage, out: Path
+) -> None:
+    job = create_job(store, out, 4)
+    commit_rows(store, storage, claim_or_fail(store, job), 1, 2, requeue=True, publish=False)
+    again = claim_or_fail(store, job)
+    assert load_done_rows(storage, again.part) == {1, 2}
+    commit_rows(store, storage, again, 0, 3, complete=True)
+    assert read_rows(out) == [0, 1, 2, 3]
+
+
+def test_a_stale_publisher_does_no_harm(store: Store, storage: LocalStorage, clock: Clock, out: Path) -> None:
+    job = create_job(store, out, 4)
+    paused = commit_rows(store, storage, claim_or_fail(store, job), 1, 2, publish=False)
+    assert paused is not None and paused.part is not None
+    clock.now += 61
+    newer = claim_or_fail(store, job, OTHER_PLACE)
+    commit_rows(store, storage, newer, 0, 3, complete=True, publish=False)
+    storage.rename(paused.part.attempt, paused.part.path)
+    store.mark_published(paused.shard_id, paused.part)
+    assert [part.part.rows for part in store.unpublished_parts(job.job_id)] == [4]
+    redo_publications(storage, store, job.job_id)
+    storage.rename(paused.part.attempt, paused.part.path)
+    store.mark_published(paused.shard_id, paused.part)
+    assert read_rows(out) == [0, 1, 2, 3]
+
+
+def test_a_longer_part_waits_to_be_published_again(store: Store, storage: LocalStorage, out: Path) -> None:
+    job = create_job(store, out, 4)
+    claim = commit_rows(store, storage, claim_or_fail(store, job), 0, 1)
+    assert claim is not None
+    assert store.unpublished_parts(job.job_id) == []
+    longer = commit_rows(store, storage, claim, 2, publish=False)
+    assert longer is not None and longer.part is not None
+    assert [entry.part for entry in store.unpublished_parts(job.job_id)] == [longer.part]
+    publish_part(storage, store, longer.shard_id, longer.part)
+    publish_part(storage, store, longer.shard_id, longer.part)
+    assert read_rows(out) == [0, 1, 2]
+
+
+def test_a_commit_with_an_older_fence_changes_nothing(store: Store, storage: LocalStorage, out: Path) -> None:
+    claim = claim_or_fail(store, create_job(store, out, 4))
+    assert commit_rows(store, storage, replace(claim, fence=claim.fence - 1), 0) is None
+    assert store.status(claim.job_id).completed == 0

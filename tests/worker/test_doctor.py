@@ -1,0 +1,169 @@
+"""What doctor finds, check by check, with machines that are made up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from worker.doctor import (
+    LIBRARIES,
+    Check,
+    check_cpu,
+    check_database,
+    check_disk,
+    check_kernels_package,
+    check_libraries,
+    check_memory,
+    check_model,
+    check_python,
+    check_torch,
+    load_available_memory_bytes,
+    load_cpu_flags,
+    load_package_folder,
+    load_package_version,
+    load_state_folder,
+    run_checks,
+    to_checks_payload,
+    to_checks_text,
+)
+
+
+def versions(**found: str) -> Callable[[str], str | None]:
+    return found.get
+
+
+def test_this_machine_passes(tmp_path: Path) -> None:
+    checks = run_checks("null:", f"sqlite:///{tmp_path}/jobs.db")
+    assert [check for check in checks if check.state == "fail"] == []
+    names = ["python", "torch", "libraries", "kernels package", "cpu", "memory", "disk", "database", "model"]
+    assert [check.name for check in checks] == names
+
+
+def test_every_finding_that_is_not_ok_has_a_remedy(tmp_path: Path) -> None:
+    a_file = tmp_path / "file"
+    a_file.touch()
+    findings = [
+        check_python((3, 10, 4)),
+        check_torch(versions()),
+        check_torch(versions(torch="2.9.1+cpu")),
+        check_libraries(versions()),
+        check_kernels_package(versions(kernels="0.11.0"), None),
+        check_kernels_package(versions(), tmp_path),
+        check_cpu(frozenset()),
+        check_memory(None),
+        check_memory(100 << 20),
+        check_database(f"sqlite:///{a_file}/jobs.db"),
+        check_model(str(tmp_path / "missing.gguf")),
+    ]
+    for check in findings:
+        assert check.state in ("warn", "fail"), check
+        assert check.detail, check
+        assert check.remedy, check
+
+
+@pytest.mark.parametrize("found", ["2.11.0", "2.13.0+cpu", "3.0.0a0+git1234", "2.12"])
+def test_a_new_torch_is_ok(found: str) -> None:
+    assert check_torch(versions(torch=found)).state == "ok"
+
+
+@pytest.mark.parametrize("found", ["2.10.1", "2.9", "1.13.1"])
+def test_an_old_torch_fails_with_the_version_that_is_needed(found: str) -> None:
+    check = check_torch(versions(torch=found))
+    assert check.state == "fail"
+    assert "2.11" in check.remedy
+
+
+def test_missing_libraries_are_named() -> None:
+    check = check_libraries(versions(**{name: "1.0" for name in LIBRARIES if name != "pyarrow"}))
+    assert (check.state, check.detail, check.remedy) == ("fail", "missing: pyarrow", "pip install pyarrow")
+
+
+def test_the_stranger_named_kernels_is_found() -> None:
+    check = check_kernels_package(versions(kernels="0.11.0"), load_package_folder("kernels"))
+    assert check.state == "fail"
+    assert "0.11.0" in check.detail
+
+
+def test_ours_is_what_import_kernels_gives() -> None:
+    assert check_kernels_package(load_package_version, load_package_folder("kernels")).state == "ok"
+
+
+def test_a_package_that_is_not_there_has_no_folder_and_no_version() -> None:
+    assert load_package_folder("no_such_package_here") is None
+    assert load_package_version("no-such-package-here") is None
+
+
+def test_cpu_features_come_from_the_flags_line(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\nflags\t\t: fpu avx2 avx512f amx_bf16\nbugs\t: none\n")
+    check = check_cpu(load_cpu_flags(cpuinfo))
+    assert check.state == "ok"
+    assert check.detail.startswith("avx2, avx512f, amx_bf16; dtype auto means ")
+
+
+def test_a_machine_without_proc_is_not_an_error(tmp_path: Path) -> None:
+    assert load_cpu_flags(tmp_path / "none") == frozenset()
+    assert load_available_memory_bytes(tmp_path / "none") is None
+
+
+def test_available_memory_is_read_in_bytes(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemFree: 2 kB\nMemAvailable:    4194304 kB\n")
+    available_bytes = load_available_memory_bytes(meminfo)
+    assert available_bytes == 4 << 30
+    assert check_memory(available_bytes).detail == "4.0 GiB available"
+
+
+def test_disk_is_measured_where_the_state_folder_will_be(tmp_path: Path) -> None:
+    check = check_disk(tmp_path / "not" / "there" / "yet")
+    assert str(tmp_path) in check.detail
+    assert not (tmp_path / "not").exists()
+
+
+def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
+    check = check_model(str(tmp_path))
+    assert check.state == "fail"
+    assert str(tmp_path) in check.detail
+
+
+def test_the_text_puts_each_remedy_under_its_finding() -> None:
+    text = to_checks_text([Check("disk", "ok", "lots", "unused"), Check("torch", "fail", "old", "new one")])
+    assert text.splitlines() == [
+        "ok    disk             lots",
+        "fail  torch            old",
+        f"{'':<21}-> new one",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("states", "worst"), [(["ok"], "ok"), (["ok", "warn"], "warn"), (["warn", "fail", "ok"], "fail")]
+)
+def test_the_payload_tells_the_worst_state(states: list[str], worst: str) -> None:
+    payload = to_checks_payload([Check("name", state, "detail") for state in states])
+    assert payload["state"] == worst
+    assert [check["state"] for check in payload["checks"]] == states
+
+
+def test_doctor_imports_no_torch(repo_root: Path) -> None:
+    code = (
+        "import sys, worker.doctor as d; d.run_checks('null:', None); "
+        "sys.exit('torch' in sys.modules or 'kernels' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=repo_root, check=False).returncode == 0
+
+
+def test_the_state_folder_is_that_of_the_sqlite_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_state_folder(f"sqlite:///{tmp_path}/deep/jobs.db") == tmp_path / "deep"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert load_state_folder(None) == tmp_path / "gristmill"
+    for url in ("no url", "postgresql://host/jobs"):
+        assert load_state_folder(url) == Path.home()
+
+
+def test_a_database_that_answers_is_named_without_its_password(tmp_path: Path) -> None:
+    check = check_database(f"sqlite:///{tmp_path}/jobs.db?password=hush")
+    assert "hush" not in check.detail

@@ -1,0 +1,179 @@
+"""The tables of status and list, and the JSON payload."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from jobs.records import JobStatus
+from worker.report import (
+    to_jobs_text,
+    to_resume_command,
+    to_seconds_text,
+    to_status_payload,
+    to_status_text,
+)
+
+PERCENTILES: dict[str, dict[str, float | None]] = {
+    "queue_wait_s": {"p50": 0.00034, "p95": 1.25, "p99": 125.0},
+    "time_to_first_token_s": {"p50": 0.012, "p95": 12.0, "p99": 99.94},
+    "time_per_token_s": {"p50": 0.0, "p95": None, "p99": 0.5},
+}
+COMPLETED = JobStatus(
+    job_id="job_a",
+    state="completed",
+    message=None,
+    model="model.gguf",
+    output="/out",
+    fingerprint="f00d",
+    owner=None,
+    created_at=1_760_000_000.4,
+    started_at=1_760_000_001.0,
+    finished_at=1_760_000_084.0,
+    elapsed_s=83.0,
+    eta_s=None,
+    rows=1200,
+    rows_done=1200,
+    completed=1180,
+    failed=18,
+    skipped=2,
+    not_run=0,
+    errors_by_code={"null_value": 5, "invalid_json": 11, "missing_column": 2},
+    prompt_tokens=120_000,
+    completion_tokens=64_000,
+    cached_tokens=45_600,
+    rows_per_s=14.46,
+    tokens_per_s=2217.0,
+    completion_tokens_per_s=771.0,
+    saved_tokens_share=0.38,
+    preemptions=3,
+    kv_waste=0.0213,
+    step_budget_utilization=0.914,
+    percentiles=PERCENTILES,
+    shards={"done": 5},
+)
+EMPTY = replace(
+    COMPLETED,
+    state="in_progress",
+    started_at=None,
+    finished_at=None,
+    elapsed_s=0.0,
+    rows_done=0,
+    completed=0,
+    failed=0,
+    skipped=0,
+    not_run=1200,
+    errors_by_code={},
+    prompt_tokens=0,
+    completion_tokens=0,
+    cached_tokens=0,
+    rows_per_s=None,
+    tokens_per_s=None,
+    completion_tokens_per_s=None,
+    saved_tokens_share=None,
+    preemptions=0,
+    kv_waste=None,
+    step_budget_utilization=None,
+    percentiles={name: dict.fromkeys(("p50", "p95", "p99")) for name in PERCENTILES},
+)
+
+
+def test_the_table_of_a_completed_job_has_every_figure() -> None:
+    assert to_status_text(COMPLETED, is_live=False).splitlines() == [
+        "job_a  completed after 1:23",
+        "  model         model.gguf",
+        "  rows          1,200: 1,180 completed, 18 failed, 2 skipped, 0 not run",
+        "  errors        11 invalid_json, 5 null_value, 2 missing_column",
+        "  tokens        120,000 in (45,600 saved, 38.0%), 64,000 out",
+        "  speed         771 output tokens/s, 2,217 tokens/s in and out, 14.5 rows/s",
+        "  engine        3 preemptions, KV waste 2.1%, step budget 91.4% used while rows wait",
+        "  latency            p50       p95       p99",
+        "  queue wait      340 us    1.25 s      2:05",
+        "  first token    12.0 ms    12.0 s    99.9 s",
+        "  per token          0 s         -    500 ms",
+        "  output        /out",
+    ]
+
+
+def test_a_job_that_did_nothing_yet_shows_no_empty_figures() -> None:
+    text = to_status_text(EMPTY, is_live=True)
+    for word in ("latency", "speed", "errors", "None", "nan"):
+        assert word not in text
+    assert "1,200 not run" in text
+
+
+def test_a_live_job_tells_the_time_left_and_who_works_on_it() -> None:
+    status = replace(EMPTY, elapsed_s=10.0, eta_s=75.0, owner="process 12 on box")
+    first = to_status_text(status, is_live=True).splitlines()[0]
+    assert first == "job_a  in_progress after 10.0 s, 1:15 left, process 12 on box"
+    assert to_resume_command(status, is_live=True) is None
+
+
+def test_a_job_whose_process_is_gone_says_so_and_how_to_go_on() -> None:
+    text = to_status_text(replace(EMPTY, owner="process 12 on box"), is_live=False)
+    assert text.startswith("job_a  in_progress after 0.0 s, no process works on it\n")
+    assert text.endswith("  go on with    gristmill resume job_a")
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled", "expired", "in_progress", "finalizing"])
+def test_what_can_be_resumed_says_how(state: str) -> None:
+    assert to_resume_command(replace(EMPTY, state=state), is_live=False) == "gristmill resume job_a"
+
+
+def test_a_completed_job_is_not_resumed() -> None:
+    assert to_resume_command(COMPLETED, is_live=False) is None
+
+
+def test_a_failed_job_says_why() -> None:
+    text = to_status_text(replace(EMPTY, state="failed", message="12 rows failed, 10 allowed"), is_live=False)
+    assert text.startswith("job_a  failed after 0.0 s: 12 rows failed, 10 allowed\n")
+
+
+def test_the_payload_is_json_with_the_same_figures() -> None:
+    payload = json.loads(json.dumps(to_status_payload(COMPLETED, is_live=False)))
+    assert payload["created_at"] == "2025-10-09T08:53:20Z"
+    assert payload["finished_at"] == "2025-10-09T08:54:44Z"
+    assert (
+        payload["rows"] == payload["completed"] + payload["failed"] + payload["skipped"] + payload["not_run"]
+    )
+    assert payload["percentiles"]["queue_wait_s"] == {"p50": 0.00034, "p95": 1.25, "p99": 125.0}
+    assert payload["errors_by_code"]["invalid_json"] == 11
+    assert (payload["is_live"], payload["resume"]) == (False, None)
+
+
+def test_the_payload_of_a_job_that_did_nothing_has_nulls() -> None:
+    payload = to_status_payload(EMPTY, is_live=False)
+    assert payload["started_at"] is None
+    assert payload["tokens_per_s"] is None
+    assert payload["resume"] == "gristmill resume job_a"
+
+
+def test_the_list_is_one_aligned_line_a_job() -> None:
+    older = replace(EMPTY, job_id="job_older", rows_done=64, failed=1, output="/elsewhere")
+    assert to_jobs_text([COMPLETED, older]).splitlines() == [
+        "JOB        STATE        ROWS DONE    FAILED  CREATED               OUTPUT",
+        "job_a      completed    1,200/1,200  18      2025-10-09T08:53:20Z  /out",
+        "job_older  in_progress  64/1,200     1       2025-10-09T08:53:20Z  /elsewhere",
+    ]
+
+
+def test_an_empty_list_says_how_to_start() -> None:
+    assert "gristmill run" in to_jobs_text([])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (0.0, "0 s"),
+        (2e-6, "2.00 us"),
+        (0.0123, "12.3 ms"),
+        (0.5, "500 ms"),
+        (1.0, "1.00 s"),
+        (99.99, "100 s"),
+    ],
+)
+def test_a_latency_has_three_figures(seconds: float | None, text: str) -> None:
+    assert to_seconds_text(seconds) == text

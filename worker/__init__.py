@@ -1,0 +1,1 @@
+"""Joins jobs and the engine: shard runner, engine process client, command line."""

@@ -1,0 +1,227 @@
+"""`gristmill doctor`: looks at this machine and installation and says what would go wrong, and the remedy.
+
+Changes nothing, but that an SQLite job database is brought up to head as by every command.
+Never imports torch: versions come from the packages' metadata.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError
+
+from engine.checkpoint import load_checkpoint, resolve_dtype
+from engine.errors import EngineError
+from engine.fingerprint import fingerprint
+from engine.null_engine import is_null_url, parse_null_url
+from jobs.database import database_url, safe_url
+from jobs.errors import JobsError
+from jobs.store import open_store
+
+MIN_PYTHON = (3, 11)
+MIN_TORCH = (2, 11)
+MIN_MEMORY_BYTES = 2 << 30
+MIN_DISK_BYTES = 1 << 30
+LIBRARIES = ("tokenizers", "pyarrow", "sqlalchemy", "alembic", "safetensors", "numpy", "jinja2", "msgpack")
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. state: ok, warn (works, but worse than it could) or fail (a job can't run)."""
+
+    name: str
+    state: str
+    detail: str
+    remedy: str = ""
+
+
+def run_checks(model: str | None, url: str | None) -> list[Check]:
+    """Every check in the order in which a person should read them."""
+    checks = [
+        check_python(sys.version_info[:3]),
+        check_torch(load_package_version),
+        check_libraries(load_package_version),
+        check_kernels_package(load_package_version, load_package_folder("kernels")),
+        check_cpu(load_cpu_flags()),
+        check_memory(load_available_memory_bytes()),
+        check_disk(load_state_folder(url)),
+        check_database(url),
+    ]
+    return [*checks, check_model(model)] if model is not None else checks
+
+
+def check_python(python: tuple[int, ...]) -> Check:
+    text = ".".join(map(str, python))
+    if python < MIN_PYTHON:
+        return Check("python", "fail", text, f"install Python {'.'.join(map(str, MIN_PYTHON))} or newer")
+    return Check("python", "ok", f"{text} on {platform.machine()}")
+
+
+def check_torch(load_version: Callable[[str], str | None]) -> Check:
+    found, wanted = load_version("torch"), ".".join(map(str, MIN_TORCH))
+    if found is None:
+        return Check("torch", "fail", "not installed", f"pip install 'torch>={wanted}'")
+    release = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    if release < MIN_TORCH:
+        return Check("torch", "fail", f"{found} is older than {wanted}", f"pip install 'torch>={wanted}'")
+    return Check("torch", "ok", found)
+
+
+def check_libraries(load_version: Callable[[str], str | None]) -> Check:
+    found = {name: load_version(name) for name in LIBRARIES}
+    missing = [name for name, text in found.items() if text is None]
+    if missing:
+        return Check(
+            "libraries", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"
+        )
+    return Check("libraries", "ok", ", ".join(f"{name} {text}" for name, text in found.items()))
+
+
+def check_kernels_package(load_version: Callable[[str], str | None], folder: Path | None) -> Check:
+    """`import kernels` must give ours: transformers probes for that name and runs what it finds."""
+    ours = Path(__file__).resolve().parent.parent / "kernels"
+    stranger = load_version("kernels")
+    if stranger is not None:
+        detail = f"the package named kernels {stranger} from the public index is installed beside ours"
+        return Check("kernels package", "fail", detail, "pip uninstall kernels, then install gristmill again")
+    if folder is None or folder.resolve() != ours:
+        detail = f"`import kernels` gives {folder}, not {ours}"
+        return Check(
+            "kernels package", "fail", detail, "remove the other one, or take its folder off PYTHONPATH"
+        )
+    return Check("kernels package", "ok", str(ours))
+
+
+def check_cpu(flags: frozenset[str]) -> Check:
+    found = [name for name in CPU_FEATURES if name in flags]
+    named = ", ".join(found) or f"none of {', '.join(CPU_FEATURES)}"
+    detail = f"{named}; dtype auto means {resolve_dtype('auto')}"
+    if "avx2" not in flags:
+        return Check("cpu", "warn", detail, "expect slow matrix products: run on a CPU with AVX2 or better")
+    return Check("cpu", "ok", detail)
+
+
+def check_memory(available_bytes: int | None) -> Check:
+    if available_bytes is None:
+        return Check(
+            "memory", "warn", "unknown: /proc/meminfo can't be read", "check by hand that the model fits"
+        )
+    detail = f"{to_size_text(available_bytes)} available"
+    if available_bytes < MIN_MEMORY_BYTES:
+        wanted = to_size_text(MIN_MEMORY_BYTES)
+        return Check("memory", "warn", detail, f"free {wanted} or choose a model that is smaller than that")
+    return Check("memory", "ok", detail)
+
+
+def check_disk(folder: Path) -> Check:
+    """Free space where the state is kept: measured at the nearest folder that exists."""
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+    free_bytes = shutil.disk_usage(existing).free
+    detail = f"{to_size_text(free_bytes)} free in {existing}"
+    if free_bytes < MIN_DISK_BYTES:
+        return Check(
+            "disk", "warn", detail, f"free {to_size_text(MIN_DISK_BYTES)}, or set XDG_STATE_HOME elsewhere"
+        )
+    return Check("disk", "ok", detail)
+
+
+def check_database(url: str | None) -> Check:
+    """Opening a store brings an SQLite file up to head and refuses a schema that is newer than this code."""
+    try:
+        with open_store(database_url(url)) as store:
+            store.list_jobs(1)
+    except JobsError as error:
+        return Check(
+            "database", "fail", str(error), "set --database-url or GRISTMILL_DATABASE_URL to one that answers"
+        )
+    return Check("database", "ok", f"{safe_url(database_url(url))}, schema at head")
+
+
+def check_model(model: str) -> Check:
+    """What the model is and whether it can be run, from its headers alone."""
+    dtype = resolve_dtype("auto")
+    try:
+        if is_null_url(model):
+            parse_null_url(model)
+            return Check("model", "ok", f"{model}, no weights, fingerprint {fingerprint(model, dtype)}")
+        checkpoint = load_checkpoint(model)
+        mark = fingerprint(model, dtype)
+    except EngineError as error:
+        return Check(
+            "model", "fail", str(error), "give a Hugging Face folder with safetensors, or a GGUF file"
+        )
+    config = checkpoint.config
+    detail = (
+        f"{config.architecture}, {checkpoint.format} {checkpoint.quantization}, {config.num_layers} layers, "
+        f"context {config.context_size} tokens, dtype {dtype}, fingerprint {mark}"
+    )
+    return Check("model", "ok", detail)
+
+
+def load_state_folder(url: str | None) -> Path:
+    """The folder of the SQLite file; the user's home where the database is none or the URL can't be read."""
+    try:
+        parsed = make_url(database_url(url))
+    except ArgumentError:
+        return Path.home()
+    is_file = parsed.get_backend_name() == "sqlite" and parsed.database
+    return Path(str(parsed.database)).absolute().parent if is_file else Path.home()
+
+
+def load_package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def load_package_folder(name: str) -> Path | None:
+    """Where `import name` would find it, without importing it."""
+    spec = find_spec(name)
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+def load_cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+
+
+def load_available_memory_bytes(path: Path = Path("/proc/meminfo")) -> int | None:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def to_size_text(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):,.1f} GiB"
+
+
+def to_checks_text(checks: Iterable[Check]) -> str:
+    """One line a check, its remedy under it."""
+    lines = []
+    for check in checks:
+        lines.append(f"{check.state:<4}  {check.name:<15}  {check.detail}")
+        if check.remedy and check.state != "ok":
+            lines.append(f"{'':<21}-> {check.remedy}")
+    return "\n".join(lines)
+
+
+def to_checks_payload(checks: Iterable[Check]) -> dict[str, Any]:
+    listed = [asdict(check) for check in checks]
+    states = {check["state"] for check in listed}
+    return {"state": next((s for s in ("fail", "warn") if s in states), "ok"), "checks": listed}

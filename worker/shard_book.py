@@ -1,0 +1,116 @@
+"""The books of a run: the shards in progress, whose each request is, and the counts of all finished rows.
+
+The runner's loop keeps them; nothing here talks to the engine, the database or a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.request import Completion, EngineCounters
+from jobs.records import JobStatus, ShardClaim
+from worker.prepare import PreparedBatch
+from worker.progress import Progress
+from worker.shard_work import ShardWork, Tally, Uncommitted
+
+
+class ShardBook:
+    """All shards that are claimed and not yet settled."""
+
+    def __init__(self, status: JobStatus) -> None:
+        self._num_rows = status.rows
+        self._works: dict[int, ShardWork] = {}  # by shard_id, in the order of claiming
+        self._work_by_request: dict[int, ShardWork] = {}
+        self._total = Tally(
+            completed=status.completed,
+            failed=status.failed,
+            skipped=status.skipped,
+            prompt_tokens=status.prompt_tokens,
+            completion_tokens=status.completion_tokens,
+            cached_tokens=status.cached_tokens,
+        )  # of the rows that were handed to a commit
+        self._counted = EngineCounters()
+
+    @property
+    def works(self) -> list[ShardWork]:
+        """All shards, those whose last commit is on its way included."""
+        return list(self._works.values())
+
+    @property
+    def active(self) -> list[ShardWork]:
+        """The shards that still need rows from the engine or from the preparation."""
+        return [work for work in self._works.values() if not work.is_closing]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._works
+
+    def get(self, shard_id: int) -> ShardWork | None:
+        return self._works.get(shard_id)
+
+    def open(self, claim: ShardClaim, now: float) -> None:
+        """A claimed shard."""
+        self._works[claim.shard_id] = ShardWork(claim, now)
+
+    def settle(self, work: ShardWork) -> None:
+        """The shard is committed, given back, failed or lost."""
+        del self._works[work.claim.shard_id]
+
+    def record_batch(self, work: ShardWork, batch: PreparedBatch) -> None:
+        """Rows that were prepared."""
+        work.record_batch(batch)
+        self._work_by_request.update(dict.fromkeys(batch.pending, work))
+
+    def record_completions(self, completions: Iterable[Completion]) -> None:
+        """Rows that the engine answered."""
+        for completion in completions:
+            self._work_by_request.pop(completion.request_id).record_completion(completion)
+
+    def works_of(self, request_ids: Iterable[int]) -> list[ShardWork]:
+        """The shards to which these requests belong, each once."""
+        works = (self._work_by_request.get(request_id) for request_id in request_ids)
+        return list({id(work): work for work in works if work is not None}.values())
+
+    def drop_pending(self, work: ShardWork) -> set[int]:
+        """Forgets the shard's rows without a result; their request ids."""
+        request_ids = set(work.pending)
+        for request_id in request_ids:
+            del self._work_by_request[request_id]
+        work.pending.clear()
+        return request_ids
+
+    def take_uncommitted(
+        self, work: ShardWork, now: float, counters: EngineCounters, busy_s: float
+    ) -> Uncommitted:
+        """The shard's new rows; what the engine counted since the last commit of any shard goes with them."""
+        taken = work.take_uncommitted(now)
+        new, self._counted = counters.minus(self._counted), counters
+        stats = taken.stats
+        stats.num_preemptions += new.num_preemptions
+        stats.scheduled_tokens_while_waiting += new.scheduled_tokens_while_waiting
+        stats.budget_tokens_while_waiting += new.budget_tokens_while_waiting
+        stats.kv_waste_sum += new.kv_waste_sum
+        stats.kv_waste_samples += new.kv_waste_samples
+        stats.busy_s += busy_s
+        self._total.add(taken.tally)
+        return taken
+
+    def tally(self) -> Tally:
+        """All finished rows of the job, committed or not."""
+        tally = Tally()
+        tally.add(self._total)
+        for work in self._works.values():
+            tally.add(work.uncommitted_tally)
+        return tally
+
+    def progress(self) -> Progress:
+        """How far the job is."""
+        tally = self.tally()
+        return Progress(
+            rows_done=tally.rows,
+            rows_total=self._num_rows,
+            rows_failed=tally.failed,
+            prompt_tokens=tally.prompt_tokens,
+            completion_tokens=tally.completion_tokens,
+            cached_tokens=tally.cached_tokens,
+        )

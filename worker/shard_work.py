@@ -1,0 +1,155 @@
+"""One claimed shard while this process works on it: rows out, rows that came back, what a commit adds.
+
+Bookkeeping only, used by the runner's loop thread; it reads no clock and writes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.request import Completion
+from jobs.records import ShardClaim
+from jobs.results import SKIPPED, Result
+from jobs.stats import JobStats, ShardCounts
+from worker.prepare import PendingRow, PreparedBatch
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of finished rows; mutable while they are counted."""
+
+    completed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.completed + self.failed + self.skipped
+
+    def add(self, other: Tally) -> None:
+        """Adds the counts of `other`."""
+        self.completed += other.completed
+        self.failed += other.failed
+        self.skipped += other.skipped
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.cached_tokens += other.cached_tokens
+
+    def to_counts(self) -> ShardCounts:
+        """The same, frozen."""
+        return ShardCounts(
+            completed=self.completed,
+            failed=self.failed,
+            skipped=self.skipped,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
+        )
+
+
+@dataclass(slots=True)
+class Uncommitted:
+    """Finished rows that no commit holds yet, with what they add to the shard's record."""
+
+    results: list[Result] = field(default_factory=list)
+    num_chars: int = 0  # of completions and kept text: what they take of our memory
+    tally: Tally = field(default_factory=Tally)
+    stats: JobStats = field(default_factory=JobStats)
+
+
+class ShardWork:
+    """The state of one shard in progress."""
+
+    def __init__(self, claim: ShardClaim, now: float) -> None:
+        self.claim = claim
+        self.pending: dict[int, PendingRow] = {}  # by request_id: in the engine, or ready for it
+        self.is_read = False  # every row of the range has been prepared
+        self.is_closing = False  # its last commit has been handed to the writer
+        self.num_done = claim.part.rows if claim.part is not None else 0  # committed or not
+        self.last_commit_s = now
+        self._uncommitted = Uncommitted()
+
+    @property
+    def has_new_rows(self) -> bool:
+        return bool(self._uncommitted.results)
+
+    @property
+    def num_new_chars(self) -> int:
+        return self._uncommitted.num_chars
+
+    @property
+    def uncommitted_tally(self) -> Tally:
+        return self._uncommitted.tally
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every row has its result."""
+        return self.is_read and not self.pending
+
+    @property
+    def num_left(self) -> int:
+        """Rows without a result."""
+        return self.claim.range.num_rows - self.num_done
+
+    def record_batch(self, batch: PreparedBatch) -> None:
+        """Takes over a prepared batch: its requests are pending, its faults are results."""
+        self.pending.update(batch.pending)
+        for result in batch.results:
+            self._record(result)
+
+    def record_completion(self, completion: Completion) -> Result:
+        """Turns the engine's answer into the row's result."""
+        row = self.pending.pop(completion.request_id)
+        failed = completion.error_code is not None
+        result = Result(
+            self.claim.range.source_index,
+            row.row_index,
+            row.custom_id,
+            row.kept,
+            None if failed else completion.text,
+            completion.finish_reason,
+            completion.num_prompt_tokens,
+            completion.num_output_tokens,
+            completion.num_cached_tokens,
+            completion.error_code,
+            completion.error_message,
+        )
+        self._record(result)
+        if not failed:
+            self._uncommitted.stats.record_latency(
+                completion.queue_wait_s, completion.time_to_first_token_s, completion.time_per_token_s
+            )
+        return result
+
+    def take_uncommitted(self, now: float) -> Uncommitted:
+        """What the next commit adds, in row order; from now on it counts as committed."""
+        taken, self._uncommitted = self._uncommitted, Uncommitted()
+        taken.results.sort(key=_row_index)
+        self.last_commit_s = now
+        return taken
+
+    def _record(self, result: Result) -> None:
+        new = self._uncommitted
+        new.results.append(result)
+        new.num_chars += len(result.completion or "")
+        for value in result.kept:
+            new.num_chars += len(value) if isinstance(value, str) else 0
+        self.num_done += 1
+        tally = new.tally
+        if result.error_code is not None:
+            tally.failed += 1
+            new.stats.record_error(result.error_code)
+        elif result.finish_reason == SKIPPED:
+            tally.skipped += 1
+        else:
+            tally.completed += 1
+        tally.prompt_tokens += result.prompt_tokens or 0
+        tally.completion_tokens += result.completion_tokens or 0
+        tally.cached_tokens += result.cached_tokens or 0
+
+
+def _row_index(result: Result) -> int:
+    return result.row_index
