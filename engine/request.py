@@ -38,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of one request. finish_reason: stop (EOS, stop string or token), length, or error (error_code says which)."""
+    """The end of one request. finish_reason: stop (end of text, stop string or token), length, or error."""
 
     request_id: int
     token_ids: array[int]

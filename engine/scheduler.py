@@ -86,10 +86,6 @@ class Scheduler:
         if sequence.status is SequenceStatus.RUNNING:
             self._stop_running(sequence)
             self._expected_output += LEARNING_RATE * (sequence.num_output_tokens - self._expected_output)
-            self._counters = replace(
-                self._counters,
-                num_output_tokens=self._counters.num_output_tokens + sequence.num_output_tokens,
-            )
         else:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
@@ -215,6 +211,8 @@ class Scheduler:
         self._counters = replace(
             c,
             num_steps=c.num_steps + 1,
+            num_output_tokens=c.num_output_tokens
+            + sum(num_new == s.num_uncomputed_tokens for s, num_new in chosen.items()),
             num_preemptions=c.num_preemptions + len(preempted),
             scheduled_tokens_while_waiting=c.scheduled_tokens_while_waiting
             + (sum(chosen.values()) if had_waiting else 0),

@@ -36,8 +36,10 @@ def redo_publications(storage: LocalStorage, store: Store, job_id: str) -> int:
     present = {name for name in storage.names() if _PART_NAME.fullmatch(name)}
     # Read after the listing: a part that another worker published before it is among these.
     committed = {entry.part.path for entry in store.committed_parts(job_id)}
-    for name in sorted(present - committed):
-        storage.delete(name)
+    if strays := sorted(present - committed):
+        storage.delete(MANIFEST_NAME)  # the earlier job's as well
+        for name in strays:
+            storage.delete(name)
     unpublished = store.unpublished_parts(job_id)
     for shard_id, part, _ in unpublished:
         publish_part(storage, store, shard_id, part)

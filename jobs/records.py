@@ -116,6 +116,7 @@ class JobStatus:
     skipped: int
     not_run: int
     errors_by_code: dict[str, int]
+    finish_reasons: dict[str, int]  # of completed rows
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int

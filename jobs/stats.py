@@ -21,6 +21,7 @@ _SUMS = (
     "kv_waste_samples",
     "busy_s",
 )
+_COUNTS = ("errors_by_code", "finish_reasons")
 _HISTOGRAMS = ("queue_wait_s", "time_to_first_token_s", "time_per_token_s")
 
 
@@ -41,6 +42,7 @@ class JobStats:
     """Sums and histograms over some rows; merged over shards, those of the job. Mutable while recording."""
 
     errors_by_code: dict[str, int] = field(default_factory=dict)
+    finish_reasons: dict[str, int] = field(default_factory=dict)  # of completed rows
     num_preemptions: int = 0
     scheduled_tokens_while_waiting: int = 0
     budget_tokens_while_waiting: int = 0
@@ -62,12 +64,17 @@ class JobStats:
 
     def record_error(self, code: str) -> None:
         """Counts one error row."""
-        self.errors_by_code[code] = self.errors_by_code.get(code, 0) + 1
+        _add(self.errors_by_code, code, 1)
+
+    def record_finish(self, reason: str) -> None:
+        """Counts one completed row by what ended it."""
+        _add(self.finish_reasons, reason, 1)
 
     def merge(self, other: JobStats) -> None:
         """Adds what `other` counted."""
-        for code, count in other.errors_by_code.items():
-            self.errors_by_code[code] = self.errors_by_code.get(code, 0) + count
+        for name in _COUNTS:
+            for key, count in getattr(other, name).items():
+                _add(getattr(self, name), key, count)
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in _HISTOGRAMS:
@@ -95,7 +102,7 @@ class JobStats:
     def to_json(self) -> str:
         """Short JSON text with sorted keys; zeros and empty histograms are left out."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _SUMS}
-        values["errors_by_code"] = self.errors_by_code
+        values.update({name: getattr(self, name) for name in _COUNTS})
         values.update({name: getattr(self, name).to_list() for name in _HISTOGRAMS})
         return json.dumps({k: v for k, v in values.items() if v}, sort_keys=True, separators=(",", ":"))
 
@@ -103,7 +110,9 @@ class JobStats:
     def from_json(cls, text: str | None) -> JobStats:
         """The inverse of to_json; None gives empty stats."""
         values: dict[str, Any] = json.loads(text) if text else {}
-        stats = cls(errors_by_code=dict(values.get("errors_by_code", {})))
+        stats = cls()
+        for name in _COUNTS:
+            getattr(stats, name).update(values.get(name, {}))
         for name in _SUMS:
             setattr(stats, name, values.get(name, getattr(stats, name)))
         for name in _HISTOGRAMS:
@@ -117,3 +126,7 @@ def merge_stats(texts: Iterable[str | None]) -> JobStats:
     for text in texts:
         total.merge(JobStats.from_json(text))
     return total
+
+
+def _add(counts: dict[str, int], key: str, count: int) -> None:
+    counts[key] = counts.get(key, 0) + count

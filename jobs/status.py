@@ -49,6 +49,7 @@ def load_status(connection: Connection, job_id: str, now: float, lease_s: float)
         skipped=int(sums.skipped),
         not_run=job.num_rows - committed,
         errors_by_code=dict(sorted(stats.errors_by_code.items())),
+        finish_reasons=dict(sorted(stats.finish_reasons.items())),
         prompt_tokens=int(sums.prompt_tokens),
         completion_tokens=int(sums.completion_tokens),
         cached_tokens=int(sums.cached_tokens),

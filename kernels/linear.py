@@ -15,7 +15,7 @@ MAX_PACKED_ROWS = 1024  # more rows than this are split: a larger oneDNN shape g
 
 def round_rows(num_rows: int) -> int:
     """The number of rows a step of `num_rows` tokens is padded to: steps of 1, 16, 32, 128 and 256."""
-    for limit, step in ((8, 1), (64, 16), (256, 32), (1024, 128)):
+    for limit, step in ((8, 1), (128, 16), (256, 32), (1024, 128)):
         if num_rows <= limit:
             return -(-num_rows // step) * step
     return -(-num_rows // 256) * 256

@@ -133,9 +133,9 @@ class LocalRun:
             latest = self._store.find_job(self._order.spec.output)
             is_first = latest is None or (earlier is not None and latest.job_id == earlier.job_id)
             if is_first:
-                clear_output(self._storage)
-                job = self._create_job(plan)
+                job = self._create_job(plan)  # before anything goes: only one process gets past here
                 with self._held(job):
+                    clear_output(self._storage)
                     return self._run_shards(job, engine)
         return self.run()  # somebody began a job here meanwhile
 
@@ -178,6 +178,7 @@ class LocalRun:
             client.kill()
 
     def _wait_loaded(self, client: EngineClient) -> LoadedEngine:
+        self._display.note(f"loading {self._order.spec.model}")
         tokenizer = load_tokenizer(self._order.spec.model)
         try:
             info = client.wait_loaded(LOAD_TIMEOUT_S, self._interrupts.should_stop)

@@ -48,7 +48,8 @@ def to_status_text(status: JobStatus, is_live: bool) -> str:
         (status.job_id, to_state_text(status, is_live)),
         ("model", status.model),
         ("rows", rows),
-        ("errors", ", ".join(f"{count:,} {code}" for code, count in to_ranked(status.errors_by_code))),
+        ("errors", to_counts_text(status.errors_by_code)),
+        ("ended by", to_counts_text(status.finish_reasons)),
         ("tokens", f"{status.prompt_tokens:,} in ({saved}), {status.completion_tokens:,} out"),
         ("speed", to_speed_text(status)),
         ("engine", to_engine_text(status)),
@@ -135,9 +136,10 @@ def columns(cells: Iterable[str]) -> str:
     return "  ".join(f"{cell:>8}" for cell in cells)
 
 
-def to_ranked(errors_by_code: dict[str, int]) -> list[tuple[str, int]]:
-    """The most frequent first."""
-    return sorted(errors_by_code.items(), key=lambda item: (-item[1], item[0]))
+def to_counts_text(counts: dict[str, int]) -> str:
+    """`11 invalid_json, 5 null_value`: the most frequent first."""
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {name}" for name, count in ranked)
 
 
 def to_time_text(time_s: float | None) -> str | None:

@@ -103,12 +103,13 @@ class ShardBook:
             tally.add(work.uncommitted_tally)
         return tally
 
-    def progress(self) -> Progress:
-        """How far the job is."""
+    def progress(self, tokens_per_s: float | None = None) -> Progress:
+        """How far the job is; tokens_per_s as the engine generates them."""
         tally = self.tally()
         return Progress(
             rows_done=tally.rows,
             rows_total=self._num_rows,
+            tokens_per_s=tokens_per_s,
             rows_failed=tally.failed,
             prompt_tokens=tally.prompt_tokens,
             completion_tokens=tally.completion_tokens,

@@ -21,7 +21,7 @@ from jobs.store import Store
 from worker.committer import CommitKind, Committer
 from worker.engine_feed import MAX_DEATHS, EngineFeed
 from worker.prepare_ahead import PrepareAhead
-from worker.progress import Display
+from worker.progress import Display, MovingRate
 from worker.shard_book import ShardBook
 from worker.shard_work import ShardWork
 
@@ -93,6 +93,7 @@ class ShardRunner:
         self._busy_s = 0.0  # the engine had rows, since the last commit
         self._last_s = self._heartbeat_s = self._housekeeping_s = time.monotonic()
         self._display_s = 0.0
+        self._token_rate = MovingRate()
 
     def run(self) -> RunOutcome:
         """Works until nothing is left or something ends it, then commits what is finished."""
@@ -230,7 +231,8 @@ class ShardRunner:
         """What is due by the clock: display, heartbeat, checkpoints, a cancel from elsewhere."""
         if now - self._display_s >= self._options.display_s:
             self._display_s = now
-            self._display.update(self._book.progress())
+            self._token_rate.push(now, self._feed.counters.num_output_tokens)
+            self._display.update(self._book.progress(self._token_rate.per_s()))
         if now - self._housekeeping_s < self._options.housekeeping_s:
             return
         self._housekeeping_s = now

@@ -146,6 +146,7 @@ class ShardWork:
             tally.skipped += 1
         else:
             tally.completed += 1
+            new.stats.record_finish(result.finish_reason or "")
         tally.prompt_tokens += result.prompt_tokens or 0
         tally.completion_tokens += result.completion_tokens or 0
         tally.cached_tokens += result.cached_tokens or 0

@@ -10,9 +10,8 @@ import select
 import sys
 import time
 
-from jobs.store import Store, open_store
-
 from jobs.errors import JobsError
+from jobs.store import Store, open_store
 
 PERIOD_S = 0.25
 

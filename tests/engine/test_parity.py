@@ -97,7 +97,7 @@ def check_bfloat16(path, oracle, prompts, max_tokens):
 
 
 def test_bfloat16_follows_float32_on_its_own_history(smollm2_path, smollm2_oracle):
-    check_bfloat16(smollm2_path, smollm2_oracle, workload_prompts([20, 35, 28, 48]), 12)
+    check_bfloat16(smollm2_path, smollm2_oracle, workload_prompts([20, 24, 28, 33, 38, 42, 46, 50]), 16)
 
 
 @pytest.mark.long

@@ -315,3 +315,14 @@ def test_the_systems_own_file_size_limit_is_an_output_error(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert storage.names("_attempts") == []
+
+
+def test_an_error_after_a_thousand_good_rows_fits_the_same_columns(storage: LocalStorage, out: Path) -> None:
+    good = [Result(0, row, completion="fine", finish_reason="stop") for row in range(1000)]
+    bad = Result(0, 1000, error_code="invalid_json", error_message="line 1001: no JSON")
+    first = write(storage, good, shard_index=0)
+    settle_part(storage, write(storage, [bad], part=first, shard_index=0))
+    settle_part(storage, write(storage, good, shard_index=1))
+    table = pq.read_table(out)
+    assert table.schema.equals(SCHEMA)
+    assert table.column("error_code").drop_null().to_pylist() == ["invalid_json"]

@@ -124,6 +124,7 @@ def test_parts_that_an_earlier_job_left_are_removed_before_the_new_one_goes_on(
     store: Store, storage: LocalStorage, out: Path
 ) -> None:
     run_all(store, storage, create_job(store, out, 2, 2))
+    storage.put("_manifest.json", b"{}")
     newer = create_job(store, out, 4)
     assert redo_publications(storage, store, newer.job_id) == 0
     assert storage.names() == ["_attempts"]

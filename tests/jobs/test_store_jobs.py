@@ -322,7 +322,7 @@ def test_a_status_of_a_thousand_shards_answers_within_50_ms(store: Store, out: P
         values = {"rows_completed": 97, "rows_failed": 3, "state": "done"}
         connection.execute(update(shards).where(shards.c.state == "queued").values(values))
     best = 1.0
-    for _ in range(5):
+    for _ in range(10):
         start = time.perf_counter()
         status = store.status(job.job_id)
         best = min(best, time.perf_counter() - start)
