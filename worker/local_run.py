@@ -30,7 +30,7 @@ from jobs.store import Store, open_store
 from worker.committer import Committer, OutputTarget
 from worker.console import EXIT_FAILED, EXIT_INTERRUPTED, print_error, print_out
 from worker.engine_client import EngineClient
-from worker.engine_feed import LOAD_TIMEOUT_S, EngineFeed
+from worker.engine_feed import LOAD_TIMEOUT_S, MAX_DEATHS, EngineFeed
 from worker.interrupts import Interrupts
 from worker.local_order import LocalOrder, load_order, plan_order
 from worker.prepare import Preparer
@@ -180,13 +180,20 @@ class LocalRun:
     def _wait_loaded(self, client: EngineClient) -> LoadedEngine:
         self._display.note(f"loading {self._order.spec.model}")
         tokenizer = load_tokenizer(self._order.spec.model)
-        try:
-            info = client.wait_loaded(LOAD_TIMEOUT_S, self._interrupts.should_stop)
-            return LoadedEngine(client, info, tokenizer)
-        except EngineDied:
-            if self._interrupts.should_stop():
-                raise KeyboardInterrupt from None
-            raise
+        num_deaths = 0
+        while True:
+            try:
+                info = client.wait_loaded(LOAD_TIMEOUT_S, self._interrupts.should_stop)
+                return LoadedEngine(client, info, tokenizer)
+            except EngineDied as died:
+                if self._interrupts.should_stop():
+                    raise KeyboardInterrupt from None
+                was_killed = died.exit_code is not None and died.exit_code < 0
+                num_deaths += 1
+                if not was_killed or num_deaths == MAX_DEATHS:
+                    raise
+                self._display.note(f"{died}; started again")
+                client.start()
 
     def _plan(self) -> Plan:
         order = self._order
