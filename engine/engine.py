@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQS = 256
 MAX_NUM_BATCHED_TOKENS = 1024  # a chunk: on CPUs larger ones gain nothing, and a step stays short
-MIN_KV_CACHE_BYTES = 640 << 20
+MIN_KV_CACHE_BYTES = 576 << 20
 MIN_KV_CACHE_TOKENS = 8192
 
 
@@ -223,7 +223,7 @@ def build_engine(model: str, options: EngineOptions) -> Engine:
 
 
 def _num_kv_blocks(config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> int:
-    """Blocks of the KV cache: as told, else 8192 tokens or 640 MiB, whichever is more, at most 2/5 of free memory."""
+    """Blocks of the KV cache: as told, else 8192 tokens or 576 MiB, whichever is more, at most 2/5 of free memory."""
     if options.num_kv_blocks is not None:
         return options.num_kv_blocks
     block_bytes = BLOCK_SIZE * config.kv_bytes_per_token_f32 * dtype.itemsize // 4
