@@ -31,7 +31,9 @@ from kernels.ops import KVCache
 logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQS = 256
-MAX_NUM_BATCHED_TOKENS = 1024  # a chunk: on CPUs larger ones gain nothing, and a step stays short
+MAX_NUM_BATCHED_TOKENS = 1024  # of a step: on CPUs more gains nothing
+MIN_NUM_BATCHED_TOKENS = 64
+MAX_STEP_S = 10.0  # a slow model takes smaller steps: the worker hears of the engine between them
 MIN_KV_CACHE_BYTES = 576 << 20
 MIN_KV_CACHE_TOKENS = 8192
 
@@ -189,13 +191,13 @@ def build_engine(model: str, options: EngineOptions) -> Engine:
     num_blocks = _num_kv_blocks(config, options, dtype)
     context_size = min(config.context_size, options.max_model_tokens or config.context_size)
     max_request_tokens = min(context_size, num_blocks * BLOCK_SIZE)
-    budget = options.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
-    max_num_seqs = min(options.max_num_seqs or MAX_NUM_SEQS, budget)
     if not can_pack(dtype):
         logger.warning("no prepacked %s linears on this CPU: steps are several times slower", dtype_name)
     weights = Model(config, iterate_weights(checkpoint, dtype), dtype, max_request_tokens)
     with torch.inference_mode():
+        budget = options.max_num_batched_tokens or _token_budget(weights)
         weights.warm(budget)
+    max_num_seqs = min(options.max_num_seqs or MAX_NUM_SEQS, budget)
     cache = KVCache(
         config.num_layers,
         num_blocks,
@@ -220,6 +222,14 @@ def build_engine(model: str, options: EngineOptions) -> Engine:
     runner = ModelRunner(weights, cache, max_num_seqs, max_request_tokens)
     scheduler = Scheduler(num_blocks, max_num_seqs, budget, options.enable_prefix_cache)
     return Engine(runner, scheduler, tokenizer, info)
+
+
+def _token_budget(model: Model) -> int:
+    """The largest power of two whose step is expected to take at most MAX_STEP_S."""
+    seconds, budget = model.step_seconds(MIN_NUM_BATCHED_TOKENS), MIN_NUM_BATCHED_TOKENS
+    while budget < MAX_NUM_BATCHED_TOKENS and 2 * seconds <= MAX_STEP_S:
+        seconds, budget = 2 * seconds, 2 * budget
+    return budget
 
 
 def _num_kv_blocks(config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> int:

@@ -6,6 +6,7 @@ is the kernels' business.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -85,16 +86,26 @@ class Model:
             normed = torch.nn.functional.pad(normed, (0, 0, 0, padding))
         return self.head(normed)[: len(hidden)]
 
+    def step_seconds(self, num_rows: int) -> float:
+        """How long the linear layers of a step of this many tokens take, by one layer's time."""
+        self._run_linears(num_rows)  # code generation is not part of it
+        start = time.perf_counter()
+        self._run_linears(num_rows)
+        return (time.perf_counter() - start) * self.config.num_layers
+
     def warm(self, max_rows: int) -> None:
         """Runs every row count once through one layer and the head, so that no step waits for code generation."""
-        layer, size = self.layers[0], self.config.num_heads * self.config.head_dim
         for rows in warm_sizes(max_rows):
-            x = torch.zeros(rows, self.config.hidden_size, dtype=self.embedding.dtype)
-            layer.qkv(x)
-            layer.output.add(x.new_zeros(rows, size), x)
-            layer.down.add(layer.up.mul(x, layer.gate.silu(x)), x)
+            self._run_linears(rows)
         for rows in warm_sizes(min(max_rows, MAX_HEAD_ROWS)):
             self.logits(torch.zeros(rows, self.config.hidden_size, dtype=self.embedding.dtype))
+
+    def _run_linears(self, num_rows: int) -> None:
+        layer, size = self.layers[0], self.config.num_heads * self.config.head_dim
+        x = torch.zeros(num_rows, self.config.hidden_size, dtype=self.embedding.dtype)
+        layer.qkv(x)
+        layer.output.add(x.new_zeros(num_rows, size), x)
+        layer.down.add(layer.up.mul(x, layer.gate.silu(x)), x)
 
     def _attend(
         self,
@@ -109,11 +120,12 @@ class Model:
     ) -> Tensor:
         c = self.config
         heads = layer.qkv(h).view(len(h), -1, c.head_dim)  # [T, H + 2 KVH, D]
-        q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)
+        qk, v = heads.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rms_norm(q, layer.q_norm, c.rms_norm_eps)
-            k = ops.rms_norm(k, layer.k_norm, c.rms_norm_eps)
-        q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+            q = ops.rms_norm(qk[:, : c.num_heads], layer.q_norm, c.rms_norm_eps)
+            k = ops.rms_norm(qk[:, c.num_heads :], layer.k_norm, c.rms_norm_eps)
+            qk = torch.cat([q, k], 1)
+        q, k = ops.rope(qk, cos, sin).split([c.num_heads, c.num_kv_heads], 1)
         num_tokens = len(slot_mapping)
         cache.write(index, k[:num_tokens], v[:num_tokens], slot_mapping)
         return cache.attend(index, q, plan, self.scale).view(len(h), -1)

@@ -24,17 +24,20 @@ _JSON_MARK = {b"gristmill": b"json"}
 def build_part_schema(
     keep: Collection[str], input_columns: Mapping[str, pa.DataType | None], any_jsonl: bool
 ) -> pa.Schema:
-    """The output columns; kept ones after the ids, of their Parquet type, or as JSON text if any is JSONL."""
+    """The output columns; kept ones after the ids, of their Parquet type, or as JSON text if any is JSONL.
+
+    `input_columns` empty: nothing is known of the rows, so any column is accepted.
+    """
     for name in keep:
         if name in _BEFORE_KEPT or name in _AFTER_KEPT:
             raise RefusedError(
                 f"--keep {name}: the output has a column of that name; rename the input's, or don't keep it"
             )
-        if name not in input_columns:
+        if input_columns and name not in input_columns:
             raise RefusedError(
                 f"--keep {name}: no such column; there are: {', '.join(sorted(input_columns))}"
             )
-    kept = [_kept_field(name, input_columns[name], any_jsonl) for name in dict.fromkeys(keep)]
+    kept = [_kept_field(name, input_columns.get(name), any_jsonl) for name in dict.fromkeys(keep)]
     return pa.schema([*map(pa.field, *_columns(_BEFORE_KEPT)), *kept, *map(pa.field, *_columns(_AFTER_KEPT))])
 
 

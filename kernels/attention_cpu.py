@@ -110,7 +110,8 @@ def plan_attention(batch: AttentionBatch, block_size: int) -> AttentionPlan:
 def attend(storage: Storage, layer: int, q: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
     """See KVCache.attend."""
     keys, values = storage[layer]
-    out = torch.zeros_like(q)
+    out = torch.empty_like(q)
+    out[plan.num_tokens :] = 0
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if plan.prefixes else None
     for decode in plan.decodes:
         _run_decode(keys, values, q, decode, scale, out, lse)

@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 
+from engine.engine import _token_budget
 from engine.request import Request, SamplingParams
 from tests.engine.parity import generate, load_engine, rebuild
 from tests.engine.tiny_models import build_tiny_model
@@ -164,3 +165,10 @@ def test_half_a_thousand_rows_of_mixed_length_all_finish(engine):
     ]
     done = complete(engine, *rows)
     assert [done[i].num_output_tokens for i in range(500)] == [1 + i % 9 for i in range(500)]
+
+
+@pytest.mark.parametrize("seconds, budget", [(0.1, 1024), (1.0, 512), (4.0, 128), (60.0, 64)])
+def test_a_slow_model_takes_smaller_steps(loaded, monkeypatch, seconds, budget):
+    model = loaded.runner.model
+    monkeypatch.setattr(model, "step_seconds", lambda num_rows: seconds * num_rows / 64)
+    assert _token_budget(model) == budget

@@ -227,6 +227,10 @@ def test_a_kept_name_that_the_output_uses_is_refused() -> None:
         build_part_schema(["x"], {"b": None, "a": None}, any_jsonl=True)
 
 
+def test_any_kept_column_is_accepted_where_no_row_could_be_read() -> None:
+    assert build_part_schema(["anything"], {}, any_jsonl=True).field("anything").type == pa.string()
+
+
 def test_a_schema_survives_the_database() -> None:
     schema = build_part_schema(["a"], {"a": None}, any_jsonl=True)
     again = load_part_schema(schema.serialize().to_pybytes())
