@@ -31,7 +31,7 @@ MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
 MIN_MEMORY_BYTES = 2 << 30
 MIN_DISK_BYTES = 1 << 30
-LIBRARIES = ("tokenizers", "pyarrow", "sqlalchemy", "alembic", "safetensors", "numpy", "jinja2", "msgpack")
+LIBRARIES = ("tokenizers", "pyarrow", "sqlalchemy", "alembic", "numpy", "jinja2", "msgpack")
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 

@@ -36,13 +36,14 @@ def test_the_settings_cover_every_pair():
 def workload_prompts(lengths):
     """Prompts of these lengths from the benchmark's texts; every other one begins with the shared instructions."""
     rows = [json.loads(line)["ids"] for line in WORKLOAD.read_text().splitlines()]
-    texts = [t for ids in rows if len(ids) < 450 for t in ids]
-    shared = next(ids for ids in rows if len(ids) > 450)
+    shared = rows[0][:471]
+    texts = [t for ids in rows for t in (ids[471:] if ids[:471] == shared else ids)]
     prompts, at = [], 0
     for i, length in enumerate(lengths):
         head = shared[: length * 2 // 3] if i % 2 else []
         prompts.append(head + texts[at : at + length - len(head)])
-        at += length
+        at += length - len(head)
+    assert [len(p) for p in prompts] == list(lengths), "the texts are used up"
     return prompts
 
 
@@ -80,6 +81,7 @@ def test_a_cache_too_small_for_the_batch_preempts_and_keeps_the_text(smollm2, sm
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("prefix_cache, chunk, preempt, alone", PAIRWISE)
 def test_smollm2_equals_transformers_at_length(smollm2, smollm2_oracle, prefix_cache, chunk, preempt, alone):
     prompts = workload_prompts([5 + 695 * i // 63 for i in range(64)])
