@@ -241,8 +241,7 @@ class ShardStore:
                 outcome = AttemptOutcome.REQUEUED
             if not change_claimed(connection, claim, values):
                 return False
-            num_new = counts.completed + counts.failed + counts.skipped
-            end_attempt(connection, claim.shard_id, claim.fence, outcome, now, num_new=num_new)
+            end_attempt(connection, claim.shard_id, claim.fence, outcome, now, num_new=counts.rows)
             return True
 
     def _is_committed(self, claim: ShardClaim, part: PartFile) -> bool:

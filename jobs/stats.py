@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jobs.histogram import Histogram
@@ -25,9 +25,9 @@ _COUNTS = ("errors_by_code", "finish_reasons")
 _HISTOGRAMS = ("queue_wait_s", "time_to_first_token_s", "time_per_token_s")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShardCounts:
-    """Rows and tokens that one commit adds to its shard."""
+    """Rows and tokens: what one commit adds to its shard. Mutable while recording."""
 
     completed: int = 0
     failed: int = 0
@@ -35,6 +35,16 @@ class ShardCounts:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows that have a result."""
+        return self.completed + self.failed + self.skipped
+
+    def add(self, other: ShardCounts) -> None:
+        """Adds the counts of `other`."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
 @dataclass(slots=True)

@@ -98,7 +98,7 @@ class Committer:
         accepted = self._store.commit_shard(
             claim,
             part,
-            rows.tally.to_counts(),
+            rows.counts,
             rows.stats,
             complete=kind == "complete",
             requeue=kind == "requeue" and failure is None,

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 
 from engine.request import Completion, EngineCounters
 from jobs.records import JobStatus, ShardClaim
+from jobs.stats import ShardCounts
 from worker.prepare import PreparedBatch
 from worker.progress import Progress
-from worker.shard_work import ShardWork, Tally, Uncommitted
+from worker.shard_work import ShardWork, Uncommitted
 
 
 class ShardBook:
@@ -21,7 +22,7 @@ class ShardBook:
         self._num_rows = status.rows
         self._works: dict[int, ShardWork] = {}  # by shard_id, in the order of claiming
         self._work_by_request: dict[int, ShardWork] = {}
-        self._total = Tally(
+        self._total = ShardCounts(
             completed=status.completed,
             failed=status.failed,
             skipped=status.skipped,
@@ -92,26 +93,26 @@ class ShardBook:
         stats.kv_waste_sum += new.kv_waste_sum
         stats.kv_waste_samples += new.kv_waste_samples
         stats.busy_s += busy_s
-        self._total.add(taken.tally)
+        self._total.add(taken.counts)
         return taken
 
-    def tally(self) -> Tally:
+    def counts(self) -> ShardCounts:
         """All finished rows of the job, committed or not."""
-        tally = Tally()
-        tally.add(self._total)
+        counts = ShardCounts()
+        counts.add(self._total)
         for work in self._works.values():
-            tally.add(work.uncommitted_tally)
-        return tally
+            counts.add(work.uncommitted_counts)
+        return counts
 
     def progress(self, tokens_per_s: float | None = None) -> Progress:
         """How far the job is; tokens_per_s as the engine generates them."""
-        tally = self.tally()
+        counts = self.counts()
         return Progress(
-            rows_done=tally.rows,
+            rows_done=counts.rows,
             rows_total=self._num_rows,
             tokens_per_s=tokens_per_s,
-            rows_failed=tally.failed,
-            prompt_tokens=tally.prompt_tokens,
-            completion_tokens=tally.completion_tokens,
-            cached_tokens=tally.cached_tokens,
+            rows_failed=counts.failed,
+            prompt_tokens=counts.prompt_tokens,
+            completion_tokens=counts.completion_tokens,
+            cached_tokens=counts.cached_tokens,
         )

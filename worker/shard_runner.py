@@ -135,7 +135,7 @@ class ShardRunner:
             return self._end
         if self._should_stop():
             return RunOutcome(RunEnd.INTERRUPTED)
-        limit, num_failed = self._options.max_errors, self._book.tally().failed
+        limit, num_failed = self._options.max_errors, self._book.counts().failed
         if limit is not None and num_failed > limit:
             message = f"{num_failed} rows failed, more than the {limit} that --max-errors accepts"
             return RunOutcome(RunEnd.TOO_MANY_ERRORS, message)

@@ -15,48 +15,12 @@ from worker.prepare import PendingRow, PreparedBatch
 
 
 @dataclass(slots=True)
-class Tally:
-    """Counts of finished rows; mutable while they are counted."""
-
-    completed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-    @property
-    def rows(self) -> int:
-        return self.completed + self.failed + self.skipped
-
-    def add(self, other: Tally) -> None:
-        """Adds the counts of `other`."""
-        self.completed += other.completed
-        self.failed += other.failed
-        self.skipped += other.skipped
-        self.prompt_tokens += other.prompt_tokens
-        self.completion_tokens += other.completion_tokens
-        self.cached_tokens += other.cached_tokens
-
-    def to_counts(self) -> ShardCounts:
-        """The same, frozen."""
-        return ShardCounts(
-            completed=self.completed,
-            failed=self.failed,
-            skipped=self.skipped,
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            cached_tokens=self.cached_tokens,
-        )
-
-
-@dataclass(slots=True)
 class Uncommitted:
     """Finished rows that no commit holds yet, with what they add to the shard's record."""
 
     results: list[Result] = field(default_factory=list)
     num_chars: int = 0  # of completions and kept text: what they take of our memory
-    tally: Tally = field(default_factory=Tally)
+    counts: ShardCounts = field(default_factory=ShardCounts)
     stats: JobStats = field(default_factory=JobStats)
 
 
@@ -81,8 +45,8 @@ class ShardWork:
         return self._uncommitted.num_chars
 
     @property
-    def uncommitted_tally(self) -> Tally:
-        return self._uncommitted.tally
+    def uncommitted_counts(self) -> ShardCounts:
+        return self._uncommitted.counts
 
     @property
     def is_finished(self) -> bool:
@@ -138,18 +102,18 @@ class ShardWork:
         for value in result.kept:
             new.num_chars += len(value) if isinstance(value, str) else 0
         self.num_done += 1
-        tally = new.tally
+        counts = new.counts
         if result.error_code is not None:
-            tally.failed += 1
+            counts.failed += 1
             new.stats.record_error(result.error_code)
         elif result.finish_reason == SKIPPED:
-            tally.skipped += 1
+            counts.skipped += 1
         else:
-            tally.completed += 1
+            counts.completed += 1
             new.stats.record_finish(result.finish_reason or "")
-        tally.prompt_tokens += result.prompt_tokens or 0
-        tally.completion_tokens += result.completion_tokens or 0
-        tally.cached_tokens += result.cached_tokens or 0
+        counts.prompt_tokens += result.prompt_tokens or 0
+        counts.completion_tokens += result.completion_tokens or 0
+        counts.cached_tokens += result.cached_tokens or 0
 
 
 def _row_index(result: Result) -> int:

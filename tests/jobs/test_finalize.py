@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,8 +14,8 @@ from jobs.errors import OutputError
 from jobs.finalize import finalize_job
 from jobs.owner import current_owner
 from jobs.states import JobState
-from jobs.storage import LocalStorage, open_storage
-from jobs.store import Store, open_store
+from jobs.storage import LocalStorage
+from jobs.store import Store
 from tests.jobs.cases import (
     ELSEWHERE,
     OTHER_PLACE,
@@ -28,27 +27,6 @@ from tests.jobs.cases import (
     read_rows,
     run_all,
 )
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    with open_store(f"sqlite:///{tmp_path}/jobs.db", clock) as opened:
-        yield opened
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def storage(out: Path) -> LocalStorage:
-    return open_storage(str(out))
 
 
 @pytest.mark.parametrize("output_format", ["parquet", "jsonl"])

@@ -26,20 +26,10 @@ from jobs.planning import ShardRange
 from jobs.records import PartFile, ShardClaim
 from jobs.results import SKIPPED, Result
 from jobs.sources import Source
-from jobs.storage import HashingFile, LocalStorage, open_storage
+from jobs.storage import HashingFile, LocalStorage
 from tests.jobs.cases import ELSEWHERE, SCHEMA, SOURCES, build_results
 
 FORMATS = pytest.mark.parametrize("output_format", ["parquet", "jsonl"])
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def storage(out: Path) -> LocalStorage:
-    return open_storage(str(out))
 
 
 def build_claim(part: PartFile | None = None, shard_index: int = 42) -> ShardClaim:

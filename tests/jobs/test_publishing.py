@@ -30,11 +30,6 @@ def out(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def storage(out: Path) -> LocalStorage:
-    return open_storage(str(out))
-
-
-@pytest.fixture
 def job(store: Store, storage: LocalStorage, out: Path) -> JobRecord:
     """A job that has written its part."""
     created = create_job(store, out, 4)

@@ -35,11 +35,6 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def store(url: str, clock: Clock) -> Iterator[Store]:
     with open_store(url, clock) as opened:
         yield opened

@@ -16,8 +16,8 @@ from jobs.errors import StoreError
 from jobs.parts import load_done_rows
 from jobs.publishing import publish_part, redo_publications
 from jobs.stats import JobStats, ShardCounts
-from jobs.storage import LocalStorage, open_storage
-from jobs.store import Store, open_store
+from jobs.storage import LocalStorage
+from jobs.store import Store
 from tests.jobs.cases import (
     OTHER_PLACE,
     Clock,
@@ -29,27 +29,6 @@ from tests.jobs.cases import (
     read_rows,
     write_rows,
 )
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    with open_store(f"sqlite:///{tmp_path}/jobs.db", clock) as opened:
-        yield opened
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def storage(out: Path) -> LocalStorage:
-    return open_storage(str(out))
 
 
 def test_a_complete_commit_ends_the_shard(store: Store, storage: LocalStorage, out: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ from jobs.owner import current_owner
 from jobs.records import JobRecord, Signal
 from jobs.states import JobState
 from jobs.stats import JobStats, ShardCounts
-from jobs.storage import LocalStorage, open_storage
-from jobs.store import Store, open_store
+from jobs.storage import LocalStorage
+from jobs.store import Store
 from tests.jobs.cases import (
     ELSEWHERE,
     OTHER_PLACE,
@@ -29,27 +28,6 @@ from tests.jobs.cases import (
     dead_owner,
     run_all,
 )
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    with open_store(f"sqlite:///{tmp_path}/jobs.db", clock) as opened:
-        yield opened
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def storage(out: Path) -> LocalStorage:
-    return open_storage(str(out))
 
 
 def test_a_job_comes_back_as_it_was_created(store: Store, clock: Clock, out: Path) -> None:
