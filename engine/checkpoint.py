@@ -65,13 +65,11 @@ def load_checkpoint(path: str) -> Checkpoint:
 
 
 def resolve_dtype(dtype: str) -> str:
-    """bfloat16 or float32; auto: bfloat16 where there is an NVIDIA GPU, AVX512-BF16 or AMX to multiply it."""
+    """bfloat16 or float32; auto: bfloat16 where the CPU has AVX512-BF16 or AMX to multiply it."""
     if dtype in ("bfloat16", "float32"):
         return dtype
     if dtype != "auto":
         raise ModelRefused(f"dtype {dtype!r} is not known; use auto, bfloat16 or float32")
-    if any(Path("/dev").glob("nvidia[0-9]*")):
-        return "bfloat16"
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
     return "bfloat16" if re.search(r"\b(avx512_bf16|amx_bf16)\b", flags) else "float32"

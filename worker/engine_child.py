@@ -176,7 +176,9 @@ class EngineChild:
         for line in data.decode(errors="replace").splitlines():
             if line.strip():
                 self._tail.append(line[:_LINE_BYTES])
-                logger.info("engine: %s", line[:_LINE_BYTES], extra={"engine_pid": self.pid})
+                # Its errors come as EngineDied; a warning, of a slow path taken, would be heard nowhere else.
+                level = logging.WARNING if line.startswith("WARNING ") else logging.INFO
+                logger.log(level, "engine: %s", line[:_LINE_BYTES], extra={"engine_pid": self.pid})
         return bool(data)
 
     def _reap(self, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:

@@ -63,8 +63,7 @@ def wait_until_rows_run(process: subprocess.Popen, output: Path) -> None:
 
 def kill_and_check(process: subprocess.Popen, victim: str, chance: random.Random) -> None:
     """Kills the run or its engine. The engine never outlives the run by 2 s; the run outlives its engine."""
-    engines = psutil.Process(process.pid).children(recursive=True)
-    assert len(engines) == 1, engines
+    engines = engines_of(process)
     if victim == "engine":
         os.kill(engines[0].pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -77,6 +76,16 @@ def kill_and_check(process: subprocess.Popen, victim: str, chance: random.Random
     while any(map(is_running, engines)):
         assert time.monotonic() < deadline, "the engine process outlived its parent by 2 s"
         time.sleep(0.05)
+
+
+def engines_of(process: subprocess.Popen) -> list[psutil.Process]:
+    """The run's engine process; a run that goes on with a job holds it a moment before it starts one."""
+    deadline = time.monotonic() + 10.0
+    while not (engines := psutil.Process(process.pid).children(recursive=True)):
+        assert time.monotonic() < deadline, "the run has no engine process"
+        time.sleep(0.02)
+    assert len(engines) == 1, engines
+    return engines
 
 
 def is_running(process: psutil.Process) -> bool:
