@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,8 @@ def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     try:
         Path(path).write_bytes(b"")
     except OSError:
+        if sys.platform == "linux":  # its file systems take any bytes: there the test must run
+            raise
         pytest.skip("this file system has UTF-8 names only")
     with pytest.raises(RefusedError, match="not valid UTF-8"):
         load_sources([str(tmp_path)])
