@@ -6,20 +6,27 @@ Claimed like a shard, and every step can be done again: a process that dies here
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from jobs.crash_points import reach
 from jobs.errors import OutputError
 from jobs.owner import Owner
-from jobs.parts import count_part
-from jobs.publishing import MANIFEST_NAME, redo_publications, sweep_attempts
+from jobs.part_formats import PartRows
+from jobs.parts import ATTEMPTS_FOLDER, count_part
+from jobs.publishing import MANIFEST_NAME, list_attempts, remove_strays
 from jobs.records import CommittedPart, FinalizeClaim, JobRecord, JobStatus
 from jobs.states import JobState
-from jobs.storage import LocalStorage
+from jobs.storage import Storage
 from jobs.store import Store
 
 MANIFEST_VERSION = 1
-_RENEW_EVERY_PARTS = 50
+COUNT_THREADS = 8
+_COUNT_BATCH = 64
+_RENEW_EVERY_S = 1.0
 # What changes after the job's last row, or says nothing once it is completed.
 _NOT_IN_MANIFEST = (
     "state",
@@ -31,24 +38,24 @@ _NOT_IN_MANIFEST = (
     "model",
     "job_id",
     "output",
+    "num_workers",
+    "is_live",
 )
 
 
-def finalize_job(store: Store, storage: LocalStorage, job_id: str, owner: Owner) -> JobState:
+class _ClaimLostError(Exception):
+    """Another process finalizes this job now."""
+
+
+def finalize_job(store: Store, storage: Storage, job_id: str, owner: Owner) -> JobState:
     """Ends a job whose shards are all done or failed; returns its state, unchanged when it is not time yet.
 
     Raises OutputError when a part is missing or not what was committed: the job waits for the next try.
     """
     claim = store.claim_finalize(job_id, owner)
     if claim is not None:
-        redo_publications(storage, store, job_id)
-        failure = store.failed_shard_message(job_id)
-        if failure is None:
-            _write_manifest(store, storage, claim)
-            store.complete_job(claim, JobState.COMPLETED)
-        else:
-            sweep_attempts(storage)
-            store.complete_job(claim, JobState.FAILED, failure)
+        with suppress(_ClaimLostError):
+            _end_job(store, storage, claim)
     return store.load_job(job_id).state
 
 
@@ -78,28 +85,94 @@ def build_manifest(job: JobRecord, status: JobStatus, parts: list[CommittedPart]
     return (json.dumps(content, sort_keys=True, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _write_manifest(store: Store, storage: LocalStorage, claim: FinalizeClaim) -> None:
-    job, status, parts = (
-        store.load_job(claim.job_id),
-        store.status(claim.job_id),
-        store.committed_parts(claim.job_id),
+def _end_job(store: Store, storage: Storage, claim: FinalizeClaim) -> None:
+    """Settles the folder, then ends the job.
+
+    What is swept is listed before the claim is checked: while that holds, nobody writes, and what a later run
+    of the job writes is not in the list. Attempts that don't count go first, so that no paused publisher has
+    anything left to put over a part that was found right; those that do count go when all parts are in place.
+    """
+    reach("finalize.claimed")
+    attempts = list_attempts(storage)
+    _renew(store, claim)
+    remove_strays(storage, store, claim.job_id, lambda: store.renew_finalize(claim))
+    parts = store.committed_parts(claim.job_id)
+    committed = {entry.part.attempt for entry in parts}
+    storage.delete_all(name for name in attempts if name not in committed)
+    num_rows, num_errors = _check_parts(store, storage, claim, parts)
+    reach("finalize.checked")
+    storage.delete_all(name for name in attempts if name in committed)
+    storage.delete(ATTEMPTS_FOLDER)
+    storage.sweep()
+    failure = store.failed_shard_message(claim.job_id)
+    if failure is not None:
+        store.complete_job(claim, JobState.FAILED, failure)
+        return
+    _renew(store, claim)
+    job, status = store.load_job(claim.job_id), store.status(claim.job_id)
+    completions = status.completed + status.skipped
+    assert status.not_run == 0 and num_rows == status.rows, f"{num_rows} rows in a job of {status.rows}"
+    assert (num_rows, num_errors) == (completions + status.failed, status.failed), (
+        "rows = completions + errors + not_run"
     )
+    reach("manifest.before")
+    _put_manifest(store, storage, claim, build_manifest(job, status, parts))
+    reach("manifest.after")
+    store.complete_job(claim, JobState.COMPLETED)
+    reach("complete.after")
+
+
+def _check_parts(
+    store: Store, storage: Storage, claim: FinalizeClaim, parts: Sequence[CommittedPart]
+) -> PartRows:
+    """Publishes what is not published, and counts every part as it lies in the folder; the sums."""
+    unpublished = {entry.shard_id for entry in store.unpublished_parts(claim.job_id)}
     rows = errors = 0
-    for number, committed in enumerate(parts, start=1):
-        found = count_part(storage, committed.part)
+    for committed, found in _count_parts(store, storage, claim, parts):
         expected = (committed.part.rows, committed.rows_failed)
         if found != expected:
             raise OutputError(
-                f"{storage.path(committed.part.path)} holds {found.rows} rows and {found.errors} errors, "
+                f"{storage.place(committed.part.path)} holds {found.rows} rows and {found.errors} errors, "
                 f"but {expected[0]} and {expected[1]} were committed: start over with --if-exists overwrite"
             )
+        if committed.shard_id in unpublished:
+            store.mark_published(committed.shard_id, committed.part)
         rows, errors = rows + found.rows, errors + found.errors
-        if number % _RENEW_EVERY_PARTS == 0:
-            store.renew_finalize(claim)
-    completions = status.completed + status.skipped
-    assert status.not_run == 0 and rows == status.rows, f"{rows} rows in the parts of a job of {status.rows}"
-    assert (rows, errors) == (completions + status.failed, status.failed), (
-        "rows = completions + errors + not_run"
-    )
-    sweep_attempts(storage)
-    storage.put(MANIFEST_NAME, build_manifest(job, status, parts))
+    return PartRows(rows, errors)
+
+
+def _count_parts(
+    store: Store, storage: Storage, claim: FinalizeClaim, parts: Sequence[CommittedPart]
+) -> Iterator[tuple[CommittedPart, PartRows]]:
+    """Several parts at a time: each takes a few answers of the object store. Keeps the claim meanwhile."""
+    pool = ThreadPoolExecutor(COUNT_THREADS, thread_name_prefix="finalize")
+    try:
+        for start in range(0, len(parts), _COUNT_BATCH):
+            batch = parts[start : start + _COUNT_BATCH]
+            counts = [pool.submit(count_part, storage, committed.part) for committed in batch]
+            while wait(counts, _RENEW_EVERY_S).not_done:
+                _renew(store, claim)
+            yield from zip(batch, (count.result() for count in counts), strict=True)
+            _renew(store, claim)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _put_manifest(store: Store, storage: Storage, claim: FinalizeClaim, data: bytes) -> None:
+    """The manifest, last of all. One of an earlier end of this job (before a retry) makes room for it."""
+    if storage.put_new(MANIFEST_NAME, data):
+        return
+    with suppress(FileNotFoundError, ValueError):
+        found = json.loads(storage.read(MANIFEST_NAME))
+        if isinstance(found, dict) and found.get("job_id") == claim.job_id:
+            _renew(store, claim)
+            storage.delete(MANIFEST_NAME)
+    if not storage.put_new(MANIFEST_NAME, data):
+        raise OutputError(
+            f"{storage.place(MANIFEST_NAME)} is that of another job: choose another --output, or remove the file"
+        )
+
+
+def _renew(store: Store, claim: FinalizeClaim) -> None:
+    if not store.renew_finalize(claim):
+        raise _ClaimLostError

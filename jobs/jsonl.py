@@ -36,7 +36,7 @@ def load_jsonl_rows(source: Source, shard: ShardRange) -> Iterator[list[Row]]:
         stream = ByteStream(source)
     finished = False
     try:
-        stream.move_to(shard.byte_offset)
+        stream.move_to(shard.byte_offset, shard.byte_offset + shard.byte_size)
         num_rows = 0
         lines = iterate_lines(stream, shard.byte_size)
         for batch in _build_batches(source, shard, lines):
@@ -52,11 +52,13 @@ def load_jsonl_rows(source: Source, shard: ShardRange) -> Iterator[list[Row]]:
             stream.close()
 
 
-def iterate_lines(stream: ByteStream, size: int) -> Iterator[list[bytes | OverlongLine]]:
+def iterate_lines(
+    stream: ByteStream, size: int, block_bytes: int | None = None
+) -> Iterator[list[bytes | OverlongLine]]:
     """The next `size` bytes as lists of lines without their newlines; a line over the limit is not kept."""
     partial = _PartialLine()
     while size > 0:
-        block = stream.read(min(BLOCK_BYTES, size))
+        block = stream.read(min(block_bytes or BLOCK_BYTES, size))
         if not block:
             break
         size -= len(block)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from jobs.cursors import CursorCache
 from jobs.errors import SourceError
+from jobs.footers import PARQUET_ERRORS, open_parquet_file
+from jobs.inputs import expect_ranges, open_input
 from jobs.planning import ShardRange
 from jobs.row_errors import RowError
 from jobs.rows import Row
@@ -22,8 +23,6 @@ from jobs.sources import Source
 MAX_VALUE_BYTES = 16 << 20
 _DECODE_ROWS = 128  # a batch that Arrow decodes at once: a tiny file can expand to gigabytes
 _BATCH_BYTES = 8 << 20
-_STREAM_BYTES = 1 << 20
-_READ_ERRORS = (pa.ArrowException, OSError)
 _VALUE_ERRORS = (pa.ArrowException, ValueError, OverflowError, KeyError)  # KeyError: an unknown time zone
 
 
@@ -58,7 +57,8 @@ class ParquetCursor:
         self.position = 0
         self._batch: Any = None  # decoded and not yet returned
         self._batches: Iterator[Any] = iter(())
-        self._file: Any = self._try(lambda: open_parquet(source))
+        self._input: Any = open_input(source.uri, source.version, source.size_bytes)
+        self._file: Any = self._try(lambda: open_parquet_file(self._input))
         self._columns = [name for name in self._file.schema_arrow.names if name in columns]
         self._started = False
 
@@ -78,6 +78,7 @@ class ParquetCursor:
             ):
                 self.position += metadata.row_group(group).num_rows
                 group += 1
+            expect_ranges(self._input, _iterate_chunks(metadata, group, set(self._columns)))
             self._batches = self._file.iter_batches(
                 batch_size=_DECODE_ROWS,
                 row_groups=list(range(group, metadata.num_row_groups)),
@@ -105,12 +106,13 @@ class ParquetCursor:
     def close(self) -> None:
         """Closes the file."""
         self._batch, self._batches = None, iter(())
-        self._file.close()
+        self._file.close(force=True)
+        self._input.close()
 
     def _try(self, read: Callable[[], Any]) -> Any:
         try:
             return read()
-        except _READ_ERRORS as error:
+        except PARQUET_ERRORS as error:
             name = self._source.uri
             raise SourceError(
                 f"can't read {name!r} after row {self.position}: {error}; replace the file"
@@ -120,11 +122,18 @@ class ParquetCursor:
 _cursors: CursorCache[ParquetCursor] = CursorCache(max_cursors=4)
 
 
-def open_parquet(source: Source) -> Any:
-    """An open ParquetFile that streams its columns instead of holding a row group."""
-    return pq.ParquetFile(
-        source.uri, buffer_size=_STREAM_BYTES, pre_buffer=False, coerce_int96_timestamp_unit="us"
-    )
+def _iterate_chunks(metadata: Any, first_group: int, columns: Collection[str]) -> Iterator[tuple[int, int]]:
+    """Where in the file the chunks of these columns begin and end, from a row group on."""
+    paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
+    wanted = [n for n, path in enumerate(paths) if path in columns or path.partition(".")[0] in columns]
+    for index in range(first_group, metadata.num_row_groups):
+        group = metadata.row_group(index)
+        for number in wanted:
+            chunk = group.column(number)
+            begin = chunk.data_page_offset
+            if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
+                begin = min(begin, chunk.dictionary_page_offset)
+            yield begin, begin + chunk.total_compressed_size
 
 
 def _build_rows(source: Source, source_index: int, first_row: int, batch: Any) -> list[Row]:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from jobs.hashing_file import HashingFile
 from jobs.part_schema import holds_json, kept_fields
 from jobs.results import Result
 from jobs.sources import Source
-from jobs.storage import HashingFile
 from jobs.values import to_json_text, to_plain
 
 MAX_GROUP_ROWS = 16_384
 MAX_GROUP_BYTES = 64 << 20
+TOKEN_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 # error_code and error_message are the last columns, so a line of a completion ends with exactly this.
 _NO_ERROR_TAIL = b'"error_code": null, "error_message": null}\n'
 
@@ -32,25 +33,42 @@ class PartRows(NamedTuple):
     errors: int
 
 
+@dataclass(slots=True)
+class StrippedRows:
+    """What a part lost when its error rows were left out. Mutable while counting."""
+
+    num_kept: int = 0
+    errors_by_code: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOKEN_COLUMNS, 0))
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Counts error rows."""
+        for row in rows:
+            code = row["error_code"]
+            self.errors_by_code[code] = self.errors_by_code.get(code, 0) + 1
+            for name in TOKEN_COLUMNS:
+                self.tokens[name] += row[name] or 0
+
+
 def build_table(results: Sequence[Result], schema: pa.Schema, sources: Sequence[Source]) -> pa.Table:
     """The results as a table of `schema`, in the order given."""
     kept = {field.name: index for index, field in enumerate(kept_fields(schema))}
     arrays: list[pa.Array] = []
-    for field in schema:
-        if field.name == "source":
+    for column in schema:
+        if column.name == "source":
             values: list[Any] = [sources[result.source_index].uri for result in results]
-        elif field.name in kept:
-            values = _kept_values(results, kept[field.name], field)
+        elif column.name in kept:
+            values = _kept_values(results, kept[column.name], column)
         else:
-            values = [getattr(result, field.name) for result in results]
-        arrays.append(_build_array(values, field.type))
+            values = [getattr(result, column.name) for result in results]
+        arrays.append(_build_array(values, column.type))
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def write_parquet(
     file: HashingFile,
     results: Sequence[Result],
-    earlier: Path | None,
+    earlier: BinaryIO | None,
     schema: pa.Schema,
     sources: Sequence[Source],
 ) -> int:
@@ -58,8 +76,7 @@ def write_parquet(
     num_rows = 0
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         for table in _merge_tables(earlier, build_table(results, schema, sources)):
-            group_rows = max(1, min(MAX_GROUP_ROWS, MAX_GROUP_BYTES * table.num_rows // max(table.nbytes, 1)))
-            writer.write_table(table, row_group_size=group_rows)
+            _write_groups(writer, table)
             num_rows += table.num_rows
         if num_rows == 0:
             writer.write_table(schema.empty_table())
@@ -69,7 +86,7 @@ def write_parquet(
 def write_jsonl(
     file: HashingFile,
     results: Sequence[Result],
-    earlier: Path | None,
+    earlier: BinaryIO | None,
     schema: pa.Schema,
     sources: Sequence[Source],
 ) -> int:
@@ -83,22 +100,51 @@ def write_jsonl(
     return num_rows
 
 
-def load_parquet_row_indexes(path: Path) -> Iterator[int]:
+def strip_parquet(file: HashingFile, earlier: BinaryIO, schema: pa.Schema) -> StrippedRows:
+    """Writes the earlier part without its error rows; says what was left out."""
+    stripped = StrippedRows()
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        for batch in _read_batches(earlier):
+            table = pa.Table.from_batches([batch]).cast(schema)
+            is_error = pc.is_valid(table.column("error_code"))
+            stripped.add(table.filter(is_error).select(["error_code", *TOKEN_COLUMNS]).to_pylist())
+            kept = table.filter(pc.invert(is_error))
+            stripped.num_kept += kept.num_rows
+            if kept.num_rows:
+                _write_groups(writer, kept)
+        if stripped.num_kept == 0:
+            writer.write_table(schema.empty_table())
+    return stripped
+
+
+def strip_jsonl(file: HashingFile, earlier: BinaryIO, schema: pa.Schema) -> StrippedRows:
+    """The same for JSON lines."""
+    stripped = StrippedRows()
+    for line in earlier:
+        if line.endswith(_NO_ERROR_TAIL):
+            file.write(line)
+            stripped.num_kept += 1
+        else:
+            stripped.add([json.loads(line)])
+    return stripped
+
+
+def load_parquet_row_indexes(part: BinaryIO) -> Iterator[int]:
     """The row_index of every row."""
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(part) as file:
         for batch in file.iter_batches(columns=["row_index"]):
             yield from batch.column(0).to_pylist()
 
 
-def load_jsonl_row_indexes(path: Path) -> Iterator[int]:
+def load_jsonl_row_indexes(part: BinaryIO) -> Iterator[int]:
     """The row_index of every line."""
-    return (row_index for row_index, _ in _read_lines(path))
+    return (row_index for row_index, _ in _read_lines(part))
 
 
-def count_parquet(path: Path) -> PartRows:
+def count_parquet(part: BinaryIO) -> PartRows:
     """Rows and error rows by the footer; of a row group without statistics the column is read."""
     errors = 0
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(part) as file:
         column = file.schema_arrow.names.index("error_code")
         metadata = file.metadata
         leaf = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path == "error_code")
@@ -112,17 +158,21 @@ def count_parquet(path: Path) -> PartRows:
         return PartRows(metadata.num_rows, errors)
 
 
-def count_jsonl(path: Path) -> PartRows:
+def count_jsonl(part: BinaryIO) -> PartRows:
     """Rows and error rows by the ends of the lines."""
     rows = completions = 0
-    with path.open("rb") as file:
-        for line in file:
-            rows += 1
-            completions += line.endswith(_NO_ERROR_TAIL)
+    for line in part:
+        rows += 1
+        completions += line.endswith(_NO_ERROR_TAIL)
     return PartRows(rows, rows - completions)
 
 
-def _merge_tables(earlier: Path | None, new: pa.Table) -> Iterator[pa.Table]:
+def _write_groups(writer: pq.ParquetWriter, table: pa.Table) -> None:
+    group_rows = max(1, min(MAX_GROUP_ROWS, MAX_GROUP_BYTES * table.num_rows // max(table.nbytes, 1)))
+    writer.write_table(table, row_group_size=group_rows)
+
+
+def _merge_tables(earlier: BinaryIO | None, new: pa.Table) -> Iterator[pa.Table]:
     """The earlier part's batches and the new rows in row order; holds the new rows and a batch at a time."""
     new_rows = new.column("row_index").to_numpy()
     start, last = 0, -1
@@ -148,21 +198,18 @@ def _check_order(table: pa.Table, last: int) -> int:
     return int(rows[-1]) if len(rows) else last
 
 
-def _read_batches(path: Path | None) -> Iterator[pa.RecordBatch]:
-    if path is None:
+def _read_batches(part: BinaryIO | None) -> Iterator[pa.RecordBatch]:
+    if part is None:
         return
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(part) as file:
         for batch in file.iter_batches(batch_size=MAX_GROUP_ROWS):
             if batch.num_rows:
                 yield batch
 
 
-def _read_lines(path: Path | None) -> Iterator[tuple[int, bytes]]:
-    if path is None:
-        return
-    with path.open("rb") as file:
-        for line in file:
-            yield json.loads(line)["row_index"], line
+def _read_lines(part: BinaryIO | None) -> Iterator[tuple[int, bytes]]:
+    for line in part or ():
+        yield json.loads(line)["row_index"], line
 
 
 def _build_lines(

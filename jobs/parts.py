@@ -1,25 +1,30 @@
 """The part of a shard: written as an attempt's own file, which counts only once the database says so.
 
-A shard keeps one part for ever. A later attempt writes a longer one: the earlier rows and its own, in order.
+A shard keeps one part for ever. A later attempt writes a longer one: the earlier rows and its own, in order;
+or, when failed rows are tried again, first a shorter one, without the error rows.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import BinaryIO
 
 import pyarrow as pa
 
 from jobs import part_formats
+from jobs.crash_points import reach
 from jobs.errors import OutputError
 from jobs.part_formats import PartRows
 from jobs.records import PartFile, ShardClaim
 from jobs.results import Result
 from jobs.sources import Source
-from jobs.storage import LocalStorage
+from jobs.stats import JobStats, ShardCounts
+from jobs.storage import Storage
 
 ATTEMPTS_FOLDER = "_attempts"
+_OPEN_TRIES = 4
 
 
 def part_name(shard_index: int, output_format: str) -> str:
@@ -28,7 +33,7 @@ def part_name(shard_index: int, output_format: str) -> str:
 
 
 def write_attempt(
-    storage: LocalStorage,
+    storage: Storage,
     claim: ShardClaim,
     results: Sequence[Result],
     schema: pa.Schema,
@@ -39,49 +44,113 @@ def write_attempt(
 
     Raises OutputError when the disk is full or the earlier part is not as committed; then no file is left.
     """
-    shard_index = claim.range.shard_index
-    name = f"{ATTEMPTS_FOLDER}/{shard_index:05d}-{claim.fence}-{uuid.uuid4().hex[:12]}.{output_format}"
-    earlier = settle_part(storage, claim.part) if claim.part else None
+    name = _attempt_name(claim, output_format)
     ordered = sorted(results, key=lambda result: result.row_index)
     write = part_formats.write_parquet if output_format == "parquet" else part_formats.write_jsonl
-    with storage.create(name) as file:
-        num_rows = write(file, ordered, earlier, schema, sources)
+    with _open_part(storage, claim.part) if claim.part else nullcontext() as earlier:
+        with storage.create(name) as file:
+            num_rows = write(file, ordered, earlier, schema, sources)
+    reach("write.after")
     expected = len(ordered) + (claim.part.rows if claim.part else 0)
     assert num_rows == expected, f"{num_rows} rows written, {expected} expected"
-    return PartFile(part_name(shard_index, output_format), name, num_rows, file.size, file.sha256)
+    return PartFile(part_name(claim.range.shard_index, output_format), name, num_rows, file.size, file.sha256)
 
 
-def load_done_rows(storage: LocalStorage, part: PartFile | None) -> set[int]:
+def strip_errors(
+    storage: Storage,
+    claim: ShardClaim,
+    schema: pa.Schema,
+    sources: Sequence[Source],
+    output_format: str,
+) -> tuple[PartFile, ShardCounts, JobStats]:
+    """Writes claim.part without its error rows as a new attempt, for these rows to be computed again.
+
+    The counts and stats are those of the left-out rows, negative: what the commit of this attempt adds.
+    """
+    assert claim.part is not None, f"shard {claim.shard_id} has no part to strip"
+    name = _attempt_name(claim, output_format)
+    strip = part_formats.strip_parquet if output_format == "parquet" else part_formats.strip_jsonl
+    with _open_part(storage, claim.part) as earlier, storage.create(name) as file:
+        stripped = strip(file, earlier, schema)
+    removed = stripped.errors_by_code
+    num_removed = sum(removed.values())
+    assert stripped.num_kept + num_removed == claim.part.rows, f"{stripped} of {claim.part.rows} rows"
+    part = PartFile(claim.part.path, name, stripped.num_kept, file.size, file.sha256)
+    tokens = {column: -count for column, count in stripped.tokens.items()}
+    stats = JobStats(errors_by_code={code: -count for code, count in removed.items()})
+    return part, ShardCounts(failed=-num_removed, **tokens), stats
+
+
+def load_done_rows(storage: Storage, part: PartFile | None) -> set[int]:
     """The row_index of every row that earlier attempts committed."""
     if part is None:
         return set()
-    path = settle_part(storage, part)
     load = part_formats.load_parquet_row_indexes if _is_parquet(part) else part_formats.load_jsonl_row_indexes
-    return set(load(path))
+    with _open_part(storage, part) as file, _readable(storage, part):
+        return set(load(file))
 
 
-def count_part(storage: LocalStorage, part: PartFile) -> PartRows:
-    """Rows and error rows of a published part, by its own footer or lines."""
-    path = settle_part(storage, part)
-    return part_formats.count_parquet(path) if _is_parquet(part) else part_formats.count_jsonl(path)
+def count_part(storage: Storage, part: PartFile) -> PartRows:
+    """Rows and error rows of a part, by its own footer or lines; publishes it first where that was not done."""
+    if not _is_parquet(part):
+        with _open_part(storage, part) as file:
+            return part_formats.count_jsonl(file)
+    name = settle_part(storage, part)
+    with _readable(storage, part), storage.open(name) as file:
+        return part_formats.count_parquet(file)
 
 
-def settle_part(storage: LocalStorage, part: PartFile) -> Path:
-    """Renames a committed attempt to its part name, if nobody did so yet; returns the part's path.
+def settle_part(storage: Storage, part: PartFile) -> str:
+    """Gives a committed attempt its part name, if nobody did so yet; returns that name.
 
-    Whoever claims a shard settles its part before committing a longer one. So no older attempt is left that a
-    paused publisher could rename over the longer part: it finds its file gone.
+    On local disk the attempt is renamed. Whoever claims a shard settles its part before committing another, so
+    no older attempt is left that a paused publisher could rename over it: it finds its file gone. In S3 the
+    attempt is copied, and stays until the job ends: such a late copy is replaced by the next one to settle.
     """
-    storage.rename(part.attempt, part.path)
-    size = storage.size(part.path)
-    if size != part.bytes:
-        found = (
-            "is missing" if size is None else f"has {size} bytes, not the {part.bytes} that were committed"
-        )
+    storage.publish(part.attempt, part.path)
+    if not storage.holds(part.path, part.attempt, part.bytes):
+        size = storage.size(part.path)
+        if size is None:
+            found = "is missing"
+        elif size != part.bytes:
+            found = f"has {size} bytes, not the {part.bytes} that were committed"
+        else:
+            found = "is not what was committed"
         raise OutputError(
-            f"{storage.path(part.path)} {found}: put the file back, or start over with --if-exists overwrite"
+            f"{storage.place(part.path)} {found}: put the file back, or start over with --if-exists overwrite"
         )
-    return storage.path(part.path)
+    return part.path
+
+
+def _open_part(storage: Storage, part: PartFile) -> BinaryIO:
+    """The committed bytes. A late publisher may replace a settled part before it is read: then once more."""
+    for _ in range(_OPEN_TRIES):
+        name = settle_part(storage, part)
+        try:
+            return storage.open_checked(name, part.sha256)
+        except (FileNotFoundError, ValueError):
+            continue
+    raise OutputError(
+        f"{storage.place(part.path)} holds other bytes than were committed: "
+        "put the file back, or start over with --if-exists overwrite"
+    )
+
+
+@contextmanager
+def _readable(storage: Storage, part: PartFile) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, ValueError, LookupError, OSError) as error:
+        reason = str(error).split("\n")[0]
+        raise OutputError(
+            f"{storage.place(part.path)} can't be read ({reason}): "
+            "put the file back, or start over with --if-exists overwrite"
+        ) from error
+
+
+def _attempt_name(claim: ShardClaim, output_format: str) -> str:
+    index = claim.range.shard_index
+    return f"{ATTEMPTS_FOLDER}/{index:05d}-{claim.fence}-{uuid.uuid4().hex[:12]}.{output_format}"
 
 
 def _is_parquet(part: PartFile) -> bool:

@@ -1,63 +1,77 @@
 """What an output folder may show: committed parts under their names, and nobody else's files.
 
-Publishing is a rename that can be repeated; the database hears of it afterwards: a crash between is redone.
+Publishing can be repeated; the database hears of it afterwards: a crash between is redone.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Callable, Collection
 from typing import Literal
 
+from jobs.crash_points import reach
 from jobs.errors import RefusedError
 from jobs.parts import ATTEMPTS_FOLDER, settle_part
 from jobs.records import JobRecord, PartFile
-from jobs.storage import TEMPORARY_SUFFIX, LocalStorage
+from jobs.storage import Storage
 from jobs.store import Store
 
 MANIFEST_NAME = "_manifest.json"
 _PART_NAME = re.compile(r"part-\d{5,}\.(parquet|jsonl)")
 
 
-def publish_part(storage: LocalStorage, store: Store, shard_id: int, part: PartFile) -> None:
+def publish_part(storage: Storage, store: Store, shard_id: int, part: PartFile) -> None:
     """Gives a committed attempt its part name, and tells the database."""
+    reach("publish.before")
     settle_part(storage, part)
+    reach("publish.after")
     store.mark_published(shard_id, part)
+    reach("mark.after")
 
 
-def redo_publications(storage: LocalStorage, store: Store, job_id: str) -> int:
+def redo_publications(storage: Storage, store: Store, job_id: str) -> int:
     """Publishes what was committed and not yet reported as published; returns how many parts that were.
 
-    Removes parts of an earlier job, left by a crash after create_job and before clear_output.
+    Removes parts of an earlier job first. Only for who holds the job.
     """
-    present = {name for name in storage.names() if _PART_NAME.fullmatch(name)}
-    # Read after the listing: a part that another worker published before it is among these.
-    committed = {entry.part.path for entry in store.committed_parts(job_id)}
-    if strays := sorted(present - committed):
-        storage.delete(MANIFEST_NAME)  # the earlier job's as well
-        for name in strays:
-            storage.delete(name)
+    remove_strays(storage, store, job_id)
     unpublished = store.unpublished_parts(job_id)
     for shard_id, part, _ in unpublished:
         publish_part(storage, store, shard_id, part)
     return len(unpublished)
 
 
-def sweep_attempts(storage: LocalStorage) -> None:
-    """Removes attempts that nobody committed, and temporary files. Only when no shard of the job runs."""
-    for name in storage.names(ATTEMPTS_FOLDER):
-        storage.delete(f"{ATTEMPTS_FOLDER}/{name}")
+def remove_strays(
+    storage: Storage, store: Store, job_id: str, is_ours: Callable[[], bool] = lambda: True
+) -> None:
+    """Removes parts of an earlier job, left by a crash after create_job and before clear_output.
+
+    `is_ours` is asked after the listing: what a later owner of the folder puts there is not in it.
+    """
+    present = {name for name in storage.names() if _PART_NAME.fullmatch(name)}
+    if not is_ours():
+        return
+    # Read after the listing: a part that another worker published before it is among these.
+    committed = {entry.part.path for entry in store.committed_parts(job_id)}
+    if strays := sorted(present - committed):
+        storage.delete(MANIFEST_NAME)  # the earlier job's as well
+        storage.delete_all(strays)
+
+
+def list_attempts(storage: Storage) -> list[str]:
+    """Every file among the attempts, those too that were never finished."""
+    return [f"{ATTEMPTS_FOLDER}/{name}" for name in storage.names(ATTEMPTS_FOLDER)]
+
+
+def sweep_attempts(storage: Storage) -> None:
+    """Removes all attempts and half files. Only when no shard of the job runs, and its parts are settled."""
+    storage.delete_all(list_attempts(storage))
     storage.delete(ATTEMPTS_FOLDER)
-    for name in storage.names():
-        if name.startswith(".") and name.endswith(TEMPORARY_SUFFIX):
-            storage.delete(name)
+    storage.sweep()
 
 
 def check_output(
-    storage: LocalStorage,
+    storage: Storage,
     job: JobRecord | None,
     identity: str,
     if_exists: str,
@@ -69,8 +83,10 @@ def check_output(
     be written.
     """
     root = storage.root
-    _check_place(root, input_uris)
-    _check_access(root)
+    storage.check_writable()
+    for uri in input_uris:
+        if uri.startswith(f"{root.rstrip('/')}/"):
+            raise RefusedError(f"the input {uri} lies in the output folder {root}: choose another --output")
     names = [name for name in storage.names() if not name.startswith(".")]
     ours = [name for name in names if is_own_name(name)]
     others = [name for name in names if name not in ours and not name.startswith("_")]
@@ -95,13 +111,12 @@ def check_output(
     return "resume"
 
 
-def clear_output(storage: LocalStorage) -> None:
-    """Removes our own files of an earlier job, and nothing else; the manifest goes first."""
+def clear_output(storage: Storage) -> None:
+    """Removes our own files of an earlier job, and nothing else; the manifest goes first, parts last: without
+    its attempt no late publisher brings one back."""
     storage.delete(MANIFEST_NAME)
-    for name in storage.names():
-        if _PART_NAME.fullmatch(name):
-            storage.delete(name)
     sweep_attempts(storage)
+    storage.delete_all([name for name in storage.names() if _PART_NAME.fullmatch(name)])
 
 
 def is_own_name(name: str) -> bool:
@@ -112,24 +127,3 @@ def is_own_name(name: str) -> bool:
 def _is_under_way(job: JobRecord | None, identity: str) -> bool:
     """Whether the job of an empty folder can go on: one that lost its committed parts starts anew."""
     return job is not None and job.identity == identity and job.rows_committed == 0
-
-
-def _check_place(root: Path, input_uris: Collection[str]) -> None:
-    if root.exists() and not root.is_dir():
-        raise RefusedError(f"--output {root} is a file: name a folder")
-    for uri in input_uris:
-        if Path(uri).is_relative_to(root):
-            raise RefusedError(f"the input {uri} lies in the output folder {root}: choose another --output")
-
-
-def _check_access(root: Path) -> None:
-    """Reads the folder, writes a file where the output will go, and takes it back."""
-    existing = next(folder for folder in (root, *root.parents) if os.path.lexists(folder))
-    try:
-        os.listdir(existing)
-        with tempfile.TemporaryFile(dir=existing, prefix=".gristmill-"):
-            pass
-    except OSError as error:
-        raise RefusedError(
-            f"--output {root} can't be written ({error.strerror}): name another, or change its permissions"
-        ) from error

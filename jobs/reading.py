@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
 from jobs.bytestream import BLOCK_BYTES, BYTE_ORDER_MARK, ByteStream
 from jobs.errors import RefusedError, SourceError
+from jobs.footers import open_parquet
+from jobs.inputs import is_s3, map_inputs, refuse_unreadable, stat_input
 from jobs.jsonl import MAX_LINE_BYTES, OverlongLine, iterate_lines, load_jsonl_rows, parse_record
-from jobs.parquet import load_parquet_rows, open_parquet
+from jobs.parquet import load_parquet_rows
 from jobs.planning import ShardRange
 from jobs.row_errors import RowError
 from jobs.rows import Row
@@ -20,6 +22,8 @@ from jobs.sources import Source
 MAX_SAMPLE_RECORDS = 1000
 _MIN_SAMPLE_RECORDS = 50
 _ALL_SAMPLE_RECORDS = 20_000
+_MAX_SAMPLE_SOURCES = 256
+_SAMPLE_BLOCK_BYTES = 64 << 10
 
 
 def load_rows(source: Source, shard: ShardRange, columns: Collection[str]) -> Iterator[list[Row]]:
@@ -40,40 +44,40 @@ def load_rows(source: Source, shard: ShardRange, columns: Collection[str]) -> It
 def load_columns(sources: Sequence[Source]) -> dict[str, Any]:
     """The columns of all sources: name -> Arrow type, or None where the values may have any type (JSONL).
 
-    JSONL: the keys of a sample from each file's start (1000 records, 1 MiB). Parquet types that differ are
-    widened to one that holds both; None when there is none. Empty when nothing is known: no rows, or none
-    that can be parsed.
+    JSONL: the keys of a sample from each file's start (1000 records, 1 MiB), of many files from some. Parquet:
+    every footer, for a type must hold for all; types that differ are widened to one that holds both; None when
+    there is none. Empty when nothing is known: no rows, or none that can be parsed.
     """
-    num_jsonl = sum(source.format == "jsonl" for source in sources)
-    num_records = max(_MIN_SAMPLE_RECORDS, min(MAX_SAMPLE_RECORDS, _ALL_SAMPLE_RECORDS // max(1, num_jsonl)))
+    jsonl = [source for source in sources if source.format == "jsonl"]
+    step = -(-len(jsonl) // _MAX_SAMPLE_SOURCES) or 1
+    sampled = list(dict.fromkeys([*jsonl[::step], *jsonl[-1:]]))
+    per_file = _ALL_SAMPLE_RECORDS // max(1, len(sampled))
+    num_records = max(_MIN_SAMPLE_RECORDS, min(MAX_SAMPLE_RECORDS, per_file))
+    parquet = [source for source in sources if source.format == "parquet"]
+    load = partial(_load_source_columns, num_records=num_records)
     columns: dict[str, Any] = {}
-    for source in sources:
-        if source.format == "parquet":
-            found = _load_parquet_columns(source)
-        else:
-            found = dict.fromkeys(_load_jsonl_keys(source, num_records))
+    for found in map_inputs(load, sorted([*sampled, *parquet], key=lambda source: source.uri)):
         for name, kind in found.items():
             columns[name] = _widen(columns[name], kind) if name in columns else kind
     return columns
 
 
+def _load_source_columns(source: Source, num_records: int) -> dict[str, Any]:
+    if source.format == "parquet":
+        return _load_parquet_columns(source)
+    return dict.fromkeys(_load_jsonl_keys(source, num_records))
+
+
 def _check_unchanged(source: Source) -> None:
-    try:
-        status = os.stat(source.uri)
-    except OSError as error:
-        raise SourceError(f"can't read {source.uri!r}: {error.strerror}; restore it") from None
-    if (status.st_size, str(status.st_mtime_ns)) != (source.size_bytes, source.version):
+    if is_s3(source.uri):
+        return  # every request names the version
+    if stat_input(source.uri) != (source.size_bytes, source.version):
         raise SourceError(f"{source.uri!r} changed since the job was planned; restore it, or start a new job")
 
 
 def _load_parquet_columns(source: Source) -> dict[str, Any]:
-    try:
-        with open_parquet(source) as file:
-            schema = file.schema_arrow
-    except (pa.ArrowException, OSError) as error:
-        raise RefusedError(
-            f"can't read {source.uri!r} as Parquet: {error}; replace the damaged file"
-        ) from None
+    with open_parquet(source) as file:
+        schema = file.schema_arrow
     if len(set(schema.names)) != len(schema.names):
         twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
         raise RefusedError(f"{source.uri!r} has several columns named {twice[0]!r}; rename them")
@@ -88,14 +92,14 @@ def _load_jsonl_keys(source: Source, num_records: int) -> list[str]:
         finally:
             stream.close()
     except SourceError as error:
-        raise RefusedError(str(error)) from None
+        raise refuse_unreadable(error) from None
 
 
 def _sample_keys(name: str, stream: ByteStream, num_records: int) -> dict[str, None]:
     """Keys of the first records; reads on after 1 MiB only while it has found none."""
     keys: dict[str, None] = {}
     row_index = 0
-    for lines in iterate_lines(stream, MAX_LINE_BYTES + BLOCK_BYTES):
+    for lines in iterate_lines(stream, MAX_LINE_BYTES + BLOCK_BYTES, _SAMPLE_BLOCK_BYTES):
         for line in lines[: num_records - row_index]:
             if not isinstance(line, OverlongLine):
                 try:

@@ -1,23 +1,25 @@
 """Which files a job reads: inputs (files, globs, folders) expanded, made absolute, deduplicated, sorted by
 URI.
 
-Local files only. The format comes from the file's name or --input-format, the compression from its first
-bytes.
+Local files and objects of S3. The format comes from the file's name or --input-format, the compression from
+its first bytes.
 """
 
 from __future__ import annotations
 
 import glob
 import os
-import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from jobs.errors import RefusedError
+from jobs.errors import RefusedError, SourceError
+from jobs.inputs import InputStat, is_s3, map_inputs, open_input, refuse_unreadable, stat_input
 
 Format = Literal["jsonl", "parquet"]
 Compression = Literal["gzip", "zstd"]
+InputFormat = Literal["auto", "jsonl", "parquet"]
 
 _SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl",
@@ -33,7 +35,10 @@ _OWN_OUTPUT = ("_attempts", "_manifest.json")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input file. `version` changes when the file does (mtime in ns); `compression` None is none."""
+    """One input file, by absolute path or s3:// URI. `compression` None is none.
+
+    `version` changes when the file does: its mtime in ns, or its ETag.
+    """
 
     uri: str
     size_bytes: int
@@ -49,7 +54,7 @@ class Source:
 
 def load_sources(
     inputs: Sequence[str],
-    input_format: Literal["auto", "jsonl", "parquet"] = "auto",
+    input_format: InputFormat = "auto",
     output: str | None = None,
 ) -> list[Source]:
     """All files that `inputs` name, sorted by URI; their order is the `source_index` of every row.
@@ -58,47 +63,81 @@ def load_sources(
     `_` and folders that hold another job's output are skipped). Files below `output` are never input.
     RefusedError for a pattern without a match, a file that can't be read, or one whose format can't be known.
     """
-    own = os.path.abspath(output) + os.sep if output else None
-    paths: set[str] = set()
+    own = _as_folder(output) if output else None
+    stats: dict[str, InputStat] = {}
+    uris: set[str] = set()
     for pattern in inputs:
-        found = {os.path.abspath(path) for path in _expand(pattern, input_format)}
-        outside = {path for path in found if own is None or not path.startswith(own)}
+        found: set[str] = set()
+        if is_s3(pattern):
+            listed = _list(pattern, input_format)
+            stats |= listed
+            found |= listed.keys()
+        else:
+            found |= {os.path.abspath(path) for path in _expand(pattern, input_format)}
+        outside = {uri for uri in found if own is None or not uri.startswith(own)}
         if found and not outside:
             raise RefusedError(
                 f"input {pattern!r} is in the job's own output folder; choose another --output"
             )
         if not found:
             raise RefusedError(_no_match(pattern))
-        paths |= outside
-    return [load_source(path, input_format) for path in sorted(paths)]
+        uris |= outside
+    load = partial(_load_found, stats=stats, input_format=input_format)
+    return list(map_inputs(load, sorted(uris)))
 
 
-def load_source(path: str, input_format: Literal["auto", "jsonl", "parquet"] = "auto") -> Source:
+def load_source(uri: str, input_format: InputFormat = "auto") -> Source:
     """What one file is. RefusedError when it can't be read or its format can't be known."""
-    file_format = _known_format(path) if input_format == "auto" else input_format
+    return _load_found(uri, {}, input_format)
+
+
+def _load_found(uri: str, stats: Mapping[str, InputStat], input_format: InputFormat) -> Source:
+    """A source; `stats` tells of those that a listing showed."""
+    file_format = _known_format(uri) if input_format == "auto" else input_format
     if file_format is None:
         raise RefusedError(
-            f"can't tell the format of {path!r} from its name; say --input-format jsonl or parquet"
+            f"can't tell the format of {uri!r} from its name; say --input-format jsonl or parquet"
         )
     try:
-        path.encode("utf-8")
+        uri.encode("utf-8")
     except UnicodeEncodeError:
-        raise RefusedError(f"the file name {path!r} is not valid UTF-8; rename the file") from None
+        raise RefusedError(f"the file name {uri!r} is not valid UTF-8; rename the file") from None
     try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise RefusedError(f"input {path!r} is not a regular file; write it to a file first")
-        with open(path, "rb") as file:
-            magic = file.read(4)
+        size_bytes, version = stats.get(uri) or stat_input(uri)
+        compression: Compression | None = None
+        if not is_s3(uri) or (file_format == "jsonl" and size_bytes):
+            with open_input(uri, version, size_bytes) as file:
+                magic = file.read(4)
+            compression = _known_compression(magic) if file_format == "jsonl" else None
+    except SourceError as error:
+        raise refuse_unreadable(error) from None
     except OSError as error:
-        raise RefusedError(f"can't read input {path!r}: {error.strerror}") from None
-    compression = _known_compression(magic) if file_format == "jsonl" else None
-    return Source(path, status.st_size, str(status.st_mtime_ns), file_format, compression)
+        raise RefusedError(f"can't read input {uri!r}: {error.strerror}") from None
+    return Source(uri, size_bytes, version, file_format, compression)
+
+
+def _as_folder(output: str) -> str:
+    """What every file in a job's output begins with."""
+    return output.rstrip("/") + "/" if "://" in output else os.path.abspath(output) + os.sep
+
+
+def _list(pattern: str, input_format: InputFormat) -> dict[str, InputStat]:
+    from jobs.listing import list_objects  # with boto3: only who reads from S3 waits for it
+
+    def is_wanted(name: str) -> bool:
+        known = _known_format(name)
+        return known is not None and input_format in ("auto", known)
+
+    try:
+        listed = list_objects(pattern, is_wanted)
+        return {entry.uri: InputStat(entry.size_bytes, entry.version) for entry in listed}
+    except SourceError as error:
+        raise refuse_unreadable(error) from None
 
 
 def _expand(pattern: str, input_format: str) -> Iterator[str]:
     if "://" in pattern and not pattern.startswith("file://"):
-        raise RefusedError(f"input {pattern!r}: only local files can be read; copy it here first")
+        raise RefusedError(f"input {pattern!r}: only local files and s3:// can be read; copy it there first")
     pattern = pattern.removeprefix("file://")
     if os.path.isdir(pattern):
         yield from _walk(pattern, input_format)
@@ -125,6 +164,9 @@ def _walk(folder: str, input_format: str) -> Iterator[str]:
 
 
 def _no_match(pattern: str) -> str:
+    if is_s3(pattern) and not glob.has_magic(pattern):
+        names = ", ".join("*" + suffix for suffix in _SUFFIXES)
+        return f"input {pattern!r}: no such object, and no folder with a file named {names}"
     if os.path.isdir(pattern):
         return (
             f"input folder {pattern!r} holds no file named {', '.join('*' + suffix for suffix in _SUFFIXES)}"

@@ -1,175 +1,99 @@
-"""The output folder as a small object store: whole files by name, written under a temporary name and renamed.
+"""The output folder as a small object store: whole files by name, on local disk, in S3 or in memory.
 
-Local disk only, for now. Knows nothing of parts or jobs; a disk that fills becomes OutputError.
+Names are relative, with `/`. A file appears whole or not at all. Knows nothing of jobs and the database.
+Attempts are files under names of their own, never written twice; publishing gives one its final name.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import BinaryIO, Protocol
 
-from jobs.errors import OutputError
+from jobs.hashing_file import HashingFile
+from jobs.local_storage import LocalStorage
+from jobs.memory_storage import MEMORY_SCHEME, open_memory
 
-TEMPORARY_SUFFIX = ".tmp"
-_FULL = {
-    errno.ENOSPC: "disk full",
-    errno.EDQUOT: "disk quota reached",
-    errno.EFBIG: "file size limit reached",
-}
+S3_SCHEME = "s3://"
 
 
-class HashingFile:
-    """A write-only binary file that counts and hashes what passes through it."""
+class Storage(Protocol):
+    """One output folder. A place that doesn't answer raises OutputUnavailable: the same call may work later."""
 
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._hash = hashlib.sha256()
-        self._size = 0
-        self.closed = False
+    root: str  # an absolute path, s3://bucket/prefix or memory://name; no slash at the end
 
-    def write(self, data: bytes) -> int:
-        """Writes all of `data` (any object with the buffer interface)."""
-        self._raw.write(data)
-        self._hash.update(data)
-        length = memoryview(data).nbytes
-        self._size += length
-        return length
+    def place(self, name: str = "") -> str:
+        """Where a file lies, for messages and readers."""
+        ...
 
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return self._size
-
-    def flush(self) -> None:
-        """Hands what is buffered to the system."""
-        self._raw.flush()
-
-    def close(self) -> None:
-        """Nothing: the storage closes the file, after it has synced it."""
-
-    def writable(self) -> bool:
-        """True."""
-        return True
-
-    def readable(self) -> bool:
-        """False."""
-        return False
-
-    def seekable(self) -> bool:
-        """False."""
-        return False
-
-    @property
-    def sha256(self) -> str:
-        """Hex digest of what was written so far."""
-        return self._hash.hexdigest()
-
-    @property
-    def size(self) -> int:
-        """Bytes written so far."""
-        return self._size
-
-
-class LocalStorage:
-    """Files below one folder. Names are relative, with `/`; a file appears whole or not at all."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def path(self, name: str) -> Path:
-        """Where a file lies."""
-        return self.root / name
-
-    @contextmanager
-    def create(self, name: str) -> Iterator[HashingFile]:
-        """A file to write; on success it is synced and renamed to `name`, on any failure nothing is left."""
-        target = self.path(name)
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
-        with self._translated_errors(name):
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with temporary.open("wb") as raw:
-                    yield HashingFile(raw)
-                    raw.flush()
-                    os.fsync(raw.fileno())
-                os.replace(temporary, target)
-                _sync_folder(target.parent)
-            finally:
-                with suppress(FileNotFoundError):
-                    temporary.unlink()
+    def create(self, name: str) -> AbstractContextManager[HashingFile]:
+        """A file to write; it gets its name, whole and durable, when the block ends without an exception."""
+        ...
 
     def put(self, name: str, data: bytes) -> None:
         """Writes a small file in one go."""
-        with self.create(name) as file:
-            file.write(data)
+        ...
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Writes a file that must not be there yet. True: it holds exactly `data`, by this call or an
+        earlier one; False: it holds other bytes, which were left alone."""
+        ...
+
+    def open(self, name: str) -> BinaryIO:
+        """A seekable reader of one version of the file. Raises FileNotFoundError."""
+        ...
+
+    def open_checked(self, name: str, sha256: str) -> BinaryIO:
+        """Like open; over a network all bytes are fetched first, and ValueError is raised if they differ."""
+        ...
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file."""
-        return self.path(name).read_bytes()
+        """The bytes of a small file. Raises FileNotFoundError."""
+        ...
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None when there is none."""
-        try:
-            return self.path(name).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        ...
 
-    def rename(self, name: str, new_name: str) -> bool:
-        """Replaces `new_name` by `name`, atomically; False when `name` is not there (any more)."""
-        with self._translated_errors(new_name):
-            try:
-                os.replace(self.path(name), self.path(new_name))
-            except FileNotFoundError:
-                return False
-            _sync_folder(self.path(new_name).parent)
-            return True
+    def publish(self, attempt: str, name: str) -> bool:
+        """Makes `name` the attempt's bytes, atomically; may be repeated. False: the attempt is gone.
+
+        Local: a rename. S3: a copy inside the server; the attempt stays until it is deleted.
+        """
+        ...
+
+    def holds(self, name: str, attempt: str, size: int) -> bool:
+        """Whether `name` is that attempt's file (local disk: a file of that size)."""
+        ...
 
     def delete(self, name: str) -> None:
         """Removes a file or an empty folder; what is not there is as good as removed."""
-        with self._translated_errors(name), suppress(FileNotFoundError):
-            path = self.path(name)
-            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+        ...
+
+    def delete_all(self, names: Iterable[str]) -> None:
+        """Removes many files."""
+        ...
 
     def names(self, folder: str = "") -> list[str]:
         """Names of the files and folders directly in `folder`, sorted; none when it does not exist."""
-        try:
-            return sorted(os.listdir(self.path(folder)))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        ...
 
-    @contextmanager
-    def _translated_errors(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            place = self.path(name)
-            if error.errno in _FULL:
-                reason = _FULL[error.errno]
-                raise OutputError(
-                    f"{reason} while writing {place}: free space and run the same command again"
-                ) from error
-            raise OutputError(
-                f"can't write {place} ({error.strerror or error}): make it writable and run again"
-            ) from error
+    def check_writable(self) -> None:
+        """Tries a write where the output will go, and leaves nothing. Raises RefusedError."""
+        ...
+
+    def sweep(self) -> None:
+        """Removes what killed writers left half done: temporary files, unfinished uploads."""
+        ...
 
 
-def open_storage(output: str) -> LocalStorage:
+def open_storage(output: str) -> Storage:
     """The storage of an output folder; the folder itself appears with its first file."""
-    return LocalStorage(Path(os.path.abspath(output)))
+    if output.startswith(S3_SCHEME):
+        from jobs.s3_storage import S3Storage  # boto3 takes a third of a second: only who needs it waits
 
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename survive a power cut; some network file systems can't, and say EINVAL."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
+        return S3Storage(output)
+    if output.startswith(MEMORY_SCHEME):
+        return open_memory(output)
+    return LocalStorage(os.path.abspath(output))

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -13,25 +19,32 @@ import jobs.finalize
 from jobs.errors import OutputError
 from jobs.finalize import finalize_job
 from jobs.owner import current_owner
+from jobs.part_formats import PartRows
+from jobs.parts import count_part
+from jobs.records import FinalizeClaim, PartFile
 from jobs.states import JobState
-from jobs.storage import LocalStorage
-from jobs.store import Store
+from jobs.storage import Storage, open_storage
+from jobs.store import Store, open_store
 from tests.jobs.cases import (
     ELSEWHERE,
     OTHER_PLACE,
     Clock,
+    claim_next,
     claim_or_fail,
     commit_rows,
     create_job,
     dead_owner,
+    finish_shard,
     read_rows,
     run_all,
+    run_queue,
+    submit_job,
 )
 
 
 @pytest.mark.parametrize("output_format", ["parquet", "jsonl"])
 def test_a_finished_job_gets_its_manifest(
-    store: Store, storage: LocalStorage, out: Path, output_format: str
+    store: Store, storage: Storage, out: Path, output_format: str
 ) -> None:
     job = create_job(store, out, 12, 8, output_format=output_format, max_tokens=4)
     run_all(store, storage, job, output_format)
@@ -52,14 +65,14 @@ def test_a_finished_job_gets_its_manifest(
 
 
 def test_the_manifest_repeats_the_figures_of_the_status(
-    store: Store, storage: LocalStorage, clock: Clock, out: Path
+    store: Store, storage: Storage, clock: Clock, out: Path
 ) -> None:
     job = create_job(store, out, 10, owner=ELSEWHERE)
     clock.now += 4
     run_all(store, storage, job)
     finalize_job(store, storage, job.job_id, ELSEWHERE)
     clock.now += 30
-    store.touch_job(job.job_id, ELSEWHERE)
+    store.touch_jobs([job.job_id], ELSEWHERE)
     store.release_job(job.job_id, ELSEWHERE)
     status = store.status(job.job_id)
     figures = json.loads(storage.read("_manifest.json"))["job"]
@@ -67,7 +80,7 @@ def test_the_manifest_repeats_the_figures_of_the_status(
     assert (figures["elapsed_s"], figures["rows_per_s"], status.eta_s) == (4, 2.5, 0)
 
 
-def test_a_job_with_work_left_is_not_finalized(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_a_job_with_work_left_is_not_finalized(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.IN_PROGRESS
     claim_or_fail(store, job)
@@ -75,16 +88,14 @@ def test_a_job_with_work_left_is_not_finalized(store: Store, storage: LocalStora
     assert storage.names() == []
 
 
-def test_an_input_without_rows_gives_an_empty_part(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_an_input_without_rows_gives_an_empty_part(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 0)
     run_all(store, storage, job)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
     assert pq.read_table(out).num_rows == 0
 
 
-def test_a_failed_shard_fails_the_job_and_the_rest_is_kept(
-    store: Store, storage: LocalStorage, out: Path
-) -> None:
+def test_a_failed_shard_fails_the_job_and_the_rest_is_kept(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4, 4)
     store.fail_shard(claim_or_fail(store, job), "the engine died 3 times in shard 0")
     run_all(store, storage, job)
@@ -97,14 +108,14 @@ def test_a_failed_shard_fails_the_job_and_the_rest_is_kept(
     assert read_rows(out) == list(range(8))
 
 
-def test_finalizing_redoes_what_was_not_published(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_finalizing_redoes_what_was_not_published(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4)
     commit_rows(store, storage, claim_or_fail(store, job), *range(4), complete=True, publish=False)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
     assert read_rows(out) == [0, 1, 2, 3]
 
 
-def test_finalizing_twice_changes_nothing(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_finalizing_twice_changes_nothing(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4)
     run_all(store, storage, job)
     finalize_job(store, storage, job.job_id, ELSEWHERE)
@@ -117,16 +128,43 @@ class Killed(BaseException):
     """Stands for kill -9: nothing of ours catches it."""
 
 
-STEPS = [
-    (jobs.finalize, "redo_publications"),
-    (jobs.finalize, "_write_manifest"),
-    (jobs.finalize, "sweep_attempts"),
-    (Store, "complete_job"),
-    (LocalStorage, "put"),
+# After a step is mostly before the next one; these change something.
+KILLS = [
+    ("before", "list_attempts"),
+    ("before", "remove_strays"),
+    ("before", "_check_parts"),
+    ("before", "_put_manifest"),
+    ("before", "storage.delete_all"),
+    ("after", "storage.delete_all"),
+    ("before", "storage.sweep"),
+    ("before", "storage.put_new"),
+    ("after", "storage.put_new"),
+    ("before", "complete_job"),
+    ("after", "complete_job"),
 ]
 
 
-def kill_at(patch: pytest.MonkeyPatch, target: object, name: str, when: str) -> None:
+@pytest.fixture
+def sqlite_store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
+    """The steps of a folder are the same with either database."""
+    with open_store(f"sqlite:///{tmp_path}/finalize.db", clock) as opened:
+        yield opened
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def place(request: pytest.FixtureRequest, out: Path) -> str:
+    """An output in each storage."""
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3_root')}/out"
+    return str(out) if request.param == "local" else f"memory://{uuid.uuid4().hex}/out"
+
+
+def kill_at(patch: pytest.MonkeyPatch, storage: Storage, step: str, when: str) -> None:
+    name = step.removeprefix("storage.")
+    if step.startswith("storage."):
+        target: object = type(storage)
+    else:
+        target = Store if hasattr(Store, name) else jobs.finalize
     plain = getattr(target, name)
 
     def killed(*args: object) -> None:
@@ -137,33 +175,165 @@ def kill_at(patch: pytest.MonkeyPatch, target: object, name: str, when: str) -> 
     patch.setattr(target, name, killed)
 
 
-@pytest.mark.parametrize(("target", "name"), STEPS, ids=[name for _, name in STEPS])
-@pytest.mark.parametrize("when", ["before", "after"])
+def read_all(storage: Storage) -> list[int]:
+    """row_index of every row in the published parts."""
+    names = [name for name in storage.names() if name.startswith("part-")]
+    tables = [pq.read_table(pa.BufferReader(storage.read(name))) for name in names]
+    return [row for table in tables for row in table.column("row_index").to_pylist()]
+
+
+@pytest.mark.parametrize(("when", "step"), KILLS)
 def test_every_writer_of_the_manifest_writes_the_same_bytes(
-    store: Store, storage: LocalStorage, clock: Clock, out: Path, target: object, name: str, when: str
+    sqlite_store: Store, clock: Clock, place: str, when: str, step: str
 ) -> None:
-    job = create_job(store, out, 12, 8, owner=ELSEWHERE)
+    store, storage = sqlite_store, open_storage(place)
+    job = submit_job(store, place, 12, 8)
     clock.now += 3
-    run_all(store, storage, job)
+    run_queue(store, storage)
+    storage.put("_attempts/00000-1-left-over.parquet", b"")
     written = set()
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:
-            kill_at(patch, target, name, when)
-            if (name, when) == ("complete_job", "after") and written:
+            kill_at(patch, storage, step, when)
+            if (step, when) == ("complete_job", "after") and written:
                 break
             with pytest.raises(Killed):
                 finalize_job(store, storage, job.job_id, dead_owner())
         clock.now += 5
-        store.touch_job(job.job_id, ELSEWHERE)
+        store.touch_jobs([job.job_id], ELSEWHERE)
         if storage.size("_manifest.json"):
             written.add(storage.read("_manifest.json"))
     assert finalize_job(store, storage, job.job_id, current_owner()) == JobState.COMPLETED
     assert written <= {storage.read("_manifest.json")}
     assert storage.names() == ["_manifest.json", "part-00000.parquet", "part-00001.parquet"]
-    assert read_rows(out) == list(range(20))
+    assert read_all(storage) == list(range(20))
 
 
-def test_a_part_that_was_tampered_with_stops_the_end(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_five_finalizers_at_once_write_one_manifest(store: Store, place: str) -> None:
+    storage = open_storage(place)
+    job = submit_job(store, place, *[3] * 8)
+    run_queue(store, storage)
+    owners = [replace(ELSEWHERE, pid=pid) for pid in range(1, 6)]
+    with ThreadPoolExecutor(len(owners)) as pool:
+        states = list(pool.map(lambda owner: finalize_job(store, storage, job.job_id, owner), owners))
+    assert JobState.COMPLETED in states
+    assert json.loads(storage.read("_manifest.json"))["totals"]["rows"] == 24
+    assert read_all(storage) == list(range(24))
+    assert len(storage.names()) == 9
+
+
+def test_a_late_copy_of_an_older_part_is_replaced_at_the_end(sqlite_store: Store, s3_root: str) -> None:
+    store, storage = sqlite_store, open_storage(s3_root)
+    job = submit_job(store, s3_root, 4)
+    claim = commit_rows(store, storage, claim_next(store), 1, 2)
+    assert claim is not None and claim.part is not None
+    assert commit_rows(store, storage, claim, 0, 3, complete=True)
+    assert storage.publish(claim.part.attempt, claim.part.path), "a publisher that was paused"
+    assert read_all(storage) == [1, 2]
+    assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
+    assert read_all(storage) == [0, 1, 2, 3]
+    assert not storage.publish(claim.part.attempt, claim.part.path)
+
+
+def test_a_paused_finalizer_takes_nothing_from_the_run_after_it(
+    sqlite_store: Store, clock: Clock, place: str
+) -> None:
+    """It wakes when the job has failed, was resumed and has written an attempt that is not yet published."""
+    store, storage = sqlite_store, open_storage(place)
+    job = submit_job(store, place, 4, 4)
+    store.fail_shard(claim_next(store), "no")
+    run_queue(store, storage)
+    plain = jobs.finalize.list_attempts
+
+    def pause(storage: Storage) -> list[str]:
+        patch.undo()
+        clock.now += 120
+        assert finalize_job(store, storage, job.job_id, OTHER_PLACE) == JobState.FAILED
+        store.resume_job(job.job_id)
+        commit_rows(store, storage, claim_next(store), 0, 1, 2, 3, complete=True, publish=False)
+        return plain(storage)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs.finalize, "list_attempts", pause)
+        finalize_job(store, storage, job.job_id, ELSEWHERE)
+    assert len(storage.names("_attempts")) == 1
+    assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
+    assert read_all(storage) == list(range(8))
+
+
+def test_the_claim_is_kept_while_a_part_is_slow(
+    sqlite_store: Store, storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = sqlite_store
+    job = submit_job(store, out, 4)
+    run_queue(store, storage)
+    renewed, slow, plain = [], threading.Event(), store.renew_finalize
+
+    def renew(claim: FinalizeClaim) -> bool:
+        renewed.append(claim)
+        if len(renewed) == 4:
+            slow.set()
+        return plain(claim)
+
+    def count_slowly(storage: Storage, part: PartFile) -> PartRows:
+        assert slow.wait(60)
+        return count_part(storage, part)
+
+    monkeypatch.setattr(jobs.finalize, "_RENEW_EVERY_S", 0.01)
+    monkeypatch.setattr(jobs.finalize, "count_part", count_slowly)
+    monkeypatch.setattr(store, "renew_finalize", renew)
+    assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
+
+
+def test_who_loses_the_claim_stops_there(
+    sqlite_store: Store, storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = submit_job(sqlite_store, out, 4)
+    run_queue(sqlite_store, storage)
+    monkeypatch.setattr(sqlite_store, "renew_finalize", lambda claim: False)
+    assert finalize_job(sqlite_store, storage, job.job_id, ELSEWHERE) == JobState.FINALIZING
+    assert storage.size("_manifest.json") is None
+
+
+def test_a_manifest_from_before_a_retry_makes_room(sqlite_store: Store, place: str) -> None:
+    storage = open_storage(place)
+    job = submit_job(sqlite_store, place, 4)
+    run_queue(sqlite_store, storage)
+    storage.put("_manifest.json", json.dumps({"job_id": job.job_id, "totals": "earlier"}).encode())
+    assert finalize_job(sqlite_store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
+    assert json.loads(storage.read("_manifest.json"))["totals"]["rows"] == 4
+
+
+@pytest.mark.parametrize("content", [b'{"job_id": "job_other"}', b"no JSON", b"[]"])
+def test_a_manifest_of_another_job_is_never_replaced(
+    sqlite_store: Store, storage: Storage, out: Path, content: bytes
+) -> None:
+    job = submit_job(sqlite_store, out, 4)
+    run_queue(sqlite_store, storage)
+    storage.put("_manifest.json", content)
+    with pytest.raises(OutputError, match="_manifest.json is that of another job.*remove the file"):
+        finalize_job(sqlite_store, storage, job.job_id, ELSEWHERE)
+    assert storage.read("_manifest.json") == content
+    storage.delete("_manifest.json")
+    assert finalize_job(sqlite_store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
+
+
+def test_failed_rows_tried_again_end_in_a_new_manifest(store: Store, place: str) -> None:
+    storage = open_storage(place)
+    job = submit_job(store, place, 10, 10)
+    finish_shard(store, storage, claim_next(store), num_errors=3)
+    finish_shard(store, storage, claim_next(store), num_errors=0)
+    assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
+    assert json.loads(storage.read("_manifest.json"))["totals"]["errors"] == 3
+    assert store.retry_failed(job.job_id) == 3
+    finish_shard(store, storage, claim_next(store), num_errors=1)
+    assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
+    manifest = json.loads(storage.read("_manifest.json"))
+    assert manifest["totals"] == {"rows": 20, "completions": 19, "errors": 1, "not_run": 0}
+    assert read_all(storage) == list(range(20))
+
+
+def test_a_part_that_was_tampered_with_stops_the_end(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4)
     run_all(store, storage, job)
     path = out / "part-00000.parquet"
@@ -176,7 +346,7 @@ def test_a_part_that_was_tampered_with_stops_the_end(store: Store, storage: Loca
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
 
 
-def test_the_invariant_is_counted_from_the_parts(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_the_invariant_is_counted_from_the_parts(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4, output_format="jsonl")
     run_all(store, storage, job, "jsonl")
     path = out / "part-00000.jsonl"

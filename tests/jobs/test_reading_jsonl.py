@@ -15,7 +15,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs import bytestream, jsonl
+from jobs import bytestream, jsonl, reading
+from jobs.bytestream import ByteStream
 from jobs.errors import RefusedError, SourceError
 from jobs.planning import Plan, plan_shards
 from jobs.reading import load_columns, load_rows
@@ -245,3 +246,17 @@ def test_columns_of_rows_that_can_not_be_parsed_are_unknown(tmp_path: Path) -> N
     assert load_columns([write(tmp_path, b"")]) == {}
     with pytest.raises(RefusedError, match="damaged"):
         load_columns([write(tmp_path, gzip.compress(os.urandom(5000))[:-100], "x.jsonl.gz")])
+
+
+def test_of_many_files_some_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_MAX_SAMPLE_SOURCES", 4)
+    opened: list[str] = []
+
+    def count(source: Source) -> ByteStream:
+        opened.append(source.name)
+        return ByteStream(source)
+
+    monkeypatch.setattr(reading, "ByteStream", count)
+    sources = [write(tmp_path, b'{"a%d": 1}\n' % n, f"{n:02}.jsonl") for n in range(10)]
+    assert set(load_columns(sources)) == {"a0", "a3", "a6", "a9"}
+    assert sorted(opened) == ["00.jsonl", "03.jsonl", "06.jsonl", "09.jsonl"]

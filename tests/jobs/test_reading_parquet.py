@@ -160,11 +160,11 @@ def test_reading_on_does_not_open_the_file_again(tmp_path: Path, monkeypatch: py
     source = write(tmp_path, pa.table({"n": range(10_000)}), row_group_size=10_000)
     opened = []
 
-    def count(source: Source) -> Any:
-        opened.append(source)
-        return pq.ParquetFile(source.uri)
+    def count(file: Any) -> Any:
+        opened.append(file)
+        return pq.ParquetFile(file)
 
-    monkeypatch.setattr(parquet, "open_parquet", count)
+    monkeypatch.setattr(parquet, "open_parquet_file", count)
     assert [row.values for row in read(source, ["n"], 500)] == [{"n": n} for n in range(10_000)]
     assert len(opened) == 1
 

@@ -98,8 +98,8 @@ def test_what_is_no_readable_local_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").symlink_to(tmp_path / "gone")
     with pytest.raises(RefusedError, match=r"can't read.*broken\.jsonl"):
         load_sources([str(tmp_path / "broken.jsonl")])
-    with pytest.raises(RefusedError, match="only local files"):
-        load_sources(["s3://bucket/a.jsonl"])
+    with pytest.raises(RefusedError, match="only local files and s3://"):
+        load_sources(["gs://bucket/a.jsonl"])
 
 
 def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
