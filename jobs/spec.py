@@ -13,9 +13,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from jobs.errors import RefusedError
+from jobs.moments import parse_moment
 
 
 def _split_columns(value: Any) -> Any:
@@ -28,6 +37,12 @@ def _as_list(value: Any) -> Any:
 
 def _as_limit_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _check_moment(value: str | None) -> str | None:
+    if value is not None:
+        parse_moment(value, now=0.0)
+    return value
 
 
 _NonEmpty = Annotated[str, Field(min_length=1)]
@@ -85,6 +100,17 @@ class JobSpec(BaseModel):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     if_exists: Literal["resume", "fail", "overwrite"] = "resume"
     shard_rows: int | None = Field(default=None, ge=1, le=10_000_000)
+    priority: Literal["high", "normal", "low"] = Field(default="normal", description="queue only")
+    not_before: Annotated[str | None, AfterValidator(_check_moment)] = Field(
+        default=None,
+        description="queue only: start no earlier; 2026-12-01T02:00Z, or 90s, 30m, 2h, 1d from now",
+    )
+    deadline: Annotated[str | None, AfterValidator(_check_moment)] = Field(
+        default=None, description="queue only: stop then and keep what is done; written like not_before"
+    )
+    on_complete: Annotated[str, Field(pattern=r"^[\w.:-]+(@[\w.:-]+)?$", max_length=255)] | None = Field(
+        default=None, description="queue only: TASK or TASK@QUEUE, a Celery task to call at the end"
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> JobSpec:
@@ -112,7 +138,10 @@ class JobSpec(BaseModel):
         return int(self.max_errors)
 
 
-_NOT_TEXT_FIELDS = {"input", "output", "model", "dtype", "max_errors", "if_exists", "shard_rows"}
+_NOT_TEXT_FIELDS = {
+    *("input", "output", "model", "dtype", "max_errors", "if_exists", "shard_rows"),
+    *("priority", "not_before", "deadline", "on_complete"),
+}
 
 
 def load_spec(fields: Mapping[str, Any]) -> JobSpec:

@@ -28,6 +28,13 @@ class ShardState(StrEnum):
     CANCELLED = "cancelled"
 
 
+class Runner(StrEnum):
+    """Who runs a job: the process that made it (`gristmill run`), or the workers of the queue."""
+
+    LOCAL = "local"
+    WORKERS = "workers"
+
+
 class AttemptOutcome(StrEnum):
     """How an attempt on a shard ended; `lost` means that another attempt took the shard over."""
 
@@ -42,14 +49,21 @@ class AttemptOutcome(StrEnum):
 JOB_STATES_BEFORE: dict[JobState, frozenset[JobState]] = {
     JobState.VALIDATING: frozenset(),
     JobState.IN_PROGRESS: frozenset(
-        {JobState.VALIDATING, JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED}
+        {
+            JobState.VALIDATING,
+            JobState.COMPLETED,  # its failed rows are tried again
+            JobState.FAILED,
+            JobState.CANCELLED,
+            JobState.EXPIRED,
+        }
     ),
     JobState.FINALIZING: frozenset({JobState.IN_PROGRESS}),
-    JobState.CANCELLING: frozenset({JobState.IN_PROGRESS}),
+    # Its workers stop and commit what is finished; jobs.stopping_as says what follows.
+    JobState.CANCELLING: frozenset({JobState.VALIDATING, JobState.IN_PROGRESS}),
     JobState.COMPLETED: frozenset({JobState.FINALIZING}),
-    JobState.FAILED: frozenset({JobState.VALIDATING, JobState.FINALIZING}),
+    JobState.FAILED: frozenset({JobState.VALIDATING, JobState.FINALIZING, JobState.CANCELLING}),
     JobState.CANCELLED: frozenset({JobState.CANCELLING}),
-    JobState.EXPIRED: frozenset({JobState.IN_PROGRESS}),
+    JobState.EXPIRED: frozenset({JobState.CANCELLING}),
 }
 RESUMABLE_JOB_STATES = frozenset({JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED})
 TERMINAL_JOB_STATES = frozenset({JobState.COMPLETED}) | RESUMABLE_JOB_STATES

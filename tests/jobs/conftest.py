@@ -1,15 +1,20 @@
-"""What the tests of the store share: a database with a clock of its own, and an output folder."""
+"""What the tests of the store share: a database of either kind with a clock of its own, and an output folder."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import psycopg
 import pytest
 
-from jobs.storage import LocalStorage, open_storage
+from jobs.database import connect_database
+from jobs.models import metadata
+from jobs.storage import Storage, open_storage
 from jobs.store import Store, open_store
 from tests.jobs.cases import Clock
+from tests.servers import PostgresServer
 
 
 @pytest.fixture
@@ -17,9 +22,45 @@ def clock() -> Clock:
     return Clock()
 
 
+@pytest.fixture(scope="session")
+def _postgres_with_tables(postgres_server: PostgresServer) -> str:
+    """The URL of a migrated database that the tests empty after themselves: to make one takes ten times as long."""
+    url = postgres_server.url(postgres_server.create_database())
+    connect_database(url).dispose()
+    return url
+
+
 @pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    with open_store(f"sqlite:///{tmp_path}/jobs.db", clock) as opened:
+def migrated_postgres_url(_postgres_with_tables: str) -> Iterator[str]:
+    """The URL of a PostgreSQL database that has all tables, and no rows."""
+    yield _postgres_with_tables
+    others = "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
+    with psycopg.connect(_postgres_with_tables, autocommit=True) as connection:
+        connection.execute(f"{others} WHERE datname = current_database() AND pid <> pg_backend_pid()")
+        connection.execute(f"TRUNCATE {', '.join(metadata.tables)} RESTART IDENTITY")
+
+
+@pytest.fixture(scope="session")
+def _sqlite_with_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated file to copy."""
+    path = tmp_path_factory.mktemp("sqlite") / "jobs.db"
+    connect_database(f"sqlite:///{path}").dispose()
+    return path
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a database without jobs, once of each kind."""
+    if request.param == "postgresql":
+        url: str = request.getfixturevalue("migrated_postgres_url")
+        return url
+    shutil.copy(request.getfixturevalue("_sqlite_with_tables"), tmp_path / "jobs.db")
+    return f"sqlite:///{tmp_path}/jobs.db"
+
+
+@pytest.fixture
+def store(store_url: str, clock: Clock) -> Iterator[Store]:
+    with open_store(store_url, clock) as opened:
         yield opened
 
 
@@ -29,5 +70,5 @@ def out(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def storage(out: Path) -> LocalStorage:
+def storage(out: Path) -> Storage:
     return open_storage(str(out))

@@ -1,9 +1,8 @@
-"""The schema: up, down and up again; equal to the models; refused when it is newer than we are."""
+"""The schema of either database: up, down and up again; equal to the models; refused when it is newer than we are."""
 
 from __future__ import annotations
 
 import importlib.util
-import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,45 +12,71 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Engine, inspect
+from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, text
 
 from jobs.database import (
     SCHEMA_REVISION,
     connect_database,
-    database_url,
+    migrate_database,
+    read_transaction,
     run_migrations,
-    safe_url,
     write_transaction,
 )
-from jobs.errors import OutputError, RefusedError
+from jobs.errors import RefusedError
 from jobs.models import metadata
+from jobs.store import open_store
 
-TABLES = {"alembic_version", "attempts", "events", "jobs", "shards"}
+TABLES = {"alembic_version", "attempts", "events", "jobs", "plan_pieces", "shards", "workers"}
+VIEWS = {"job_progress", "row_errors_by_code", "shard_attempts", "worker_status"}
+DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg"}
+OLD_JOB = {
+    "id": "job_old",
+    "state": "completed",
+    "identity": "i",
+    "fingerprint": "f",
+    "model": "null:",
+    "output": "/out",
+    "spec": "{}",
+    "sources": "[]",
+    "part_schema": b"",
+    "num_rows": 3,
+    "num_shards": 1,
+    "created_at": 1.0,
+    "active_s": 2.0,
+    "finalize_fence": 0,
+}
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database, once of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/jobs.db"
+    empty: str = request.getfixturevalue("postgres_url")
+    return empty
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "deep" / "er" / "jobs.db"
-
-
-@pytest.fixture
-def engine(path: Path) -> Iterator[Engine]:
-    opened = connect_database(f"sqlite:///{path}")
+def engine(url: str) -> Iterator[Engine]:
+    opened = connect_database(url)
     yield opened
     opened.dispose()
 
 
-def test_opening_a_database_creates_its_folder_and_its_tables(engine: Engine, path: Path) -> None:
-    assert path.exists()
-    assert set(inspect(engine).get_table_names()) == TABLES
+def names(connection: Connection) -> tuple[set[str], set[str]]:
+    schema = inspect(connection)
+    return set(schema.get_table_names()), set(schema.get_view_names())
 
 
 def test_the_schema_goes_down_and_up_again(engine: Engine) -> None:
     with engine.begin() as connection:
+        assert names(connection) == (TABLES, VIEWS)
+        run_migrations(connection, "0001")
+        assert names(connection) == (TABLES - {"plan_pieces", "workers"}, set())
         run_migrations(connection, "base")
-        assert set(inspect(connection).get_table_names()) == {"alembic_version"}
+        assert names(connection) == ({"alembic_version"}, set())
         run_migrations(connection)
-        assert set(inspect(connection).get_table_names()) == TABLES
+        assert names(connection) == (TABLES, VIEWS)
         run_migrations(connection)
 
 
@@ -59,6 +84,23 @@ def test_the_migrations_give_what_the_models_say(engine: Engine) -> None:
     with engine.begin() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, metadata) == []
+
+
+def test_a_job_of_before_the_queue_is_kept_up_and_down(url: str) -> None:
+    assert migrate_database(url, "0001") == "no tables -> 0001"
+    engine = create_engine(make_url(url).set(drivername=DRIVERS[make_url(url).drivername]))
+    with engine.begin() as connection:
+        marks = ", ".join(f":{name}" for name in OLD_JOB)
+        connection.execute(text(f"INSERT INTO jobs ({', '.join(OLD_JOB)}) VALUES ({marks})"), OLD_JOB)
+    assert migrate_database(url) == f"0001 -> {SCHEMA_REVISION}"
+    with open_store(url) as store:
+        job = store.load_job("job_old")
+        assert (job.runner, job.priority, job.columns, job.dtype) == ("local", "normal", (), "auto")
+        assert store.status("job_old").elapsed_s == 2
+    assert migrate_database(url, "0001") == f"{SCHEMA_REVISION} -> 0001"
+    with engine.begin() as connection:
+        assert connection.scalar(text("SELECT num_rows FROM jobs WHERE id = 'job_old'")) == 3
+    engine.dispose()
 
 
 def test_the_newest_revision_is_the_one_that_the_code_expects() -> None:
@@ -69,19 +111,31 @@ def test_the_newest_revision_is_the_one_that_the_code_expects() -> None:
     assert ScriptDirectory.from_config(config).get_heads() == [SCHEMA_REVISION]
 
 
-def test_a_newer_schema_is_refused(engine: Engine, path: Path) -> None:
+def test_migrating_says_what_it_did(url: str) -> None:
+    assert migrate_database(url) == f"no tables -> {SCHEMA_REVISION}"
+    assert migrate_database(url) == f"{SCHEMA_REVISION} -> {SCHEMA_REVISION}"
+    assert migrate_database(url, "base") == f"{SCHEMA_REVISION} -> no tables"
+
+
+def test_a_revision_that_does_not_exist_is_refused(url: str) -> None:
+    with pytest.raises(RefusedError, match="no schema revision 0099: give one of 0001, 0002, head, base"):
+        migrate_database(url, "0099")
+
+
+def test_a_newer_schema_is_refused(engine: Engine, url: str) -> None:
     with engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
-    with pytest.raises(RefusedError, match="schema 9999.*upgrade gristmill"):
-        connect_database(f"sqlite:///{path}")
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    for attempt in (connect_database, migrate_database):
+        with pytest.raises(RefusedError, match="schema 9999.*upgrade gristmill"):
+            attempt(url)
 
 
-def test_threads_that_open_a_new_database_at_once_migrate_it_once(path: Path) -> None:
+def test_threads_that_open_a_new_database_at_once_migrate_it_once(url: str) -> None:
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
-            connect_database(f"sqlite:///{path}").dispose()
+            connect_database(url).dispose()
         except BaseException as error:
             failures.append(error)
 
@@ -93,55 +147,14 @@ def test_threads_that_open_a_new_database_at_once_migrate_it_once(path: Path) ->
     assert not failures
 
 
-def test_a_file_that_is_no_database_is_refused(path: Path) -> None:
-    path.parent.mkdir(parents=True)
-    path.write_text("this is a letter, not a database" * 100)
-    with pytest.raises(RefusedError, match="not a database.*--database-url"):
-        connect_database(f"sqlite:///{path}")
-
-
-def test_a_database_in_an_impossible_place_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RefusedError, match="--database-url"):
-        connect_database(f"sqlite:///{tmp_path}/file/jobs.db")
-
-
-@pytest.mark.parametrize("url", ["nonsense", "oracle9://x/y", ""])
-def test_an_unreadable_url_is_refused(url: str) -> None:
-    with pytest.raises(RefusedError, match="database"):
-        connect_database(url)
-
-
-def test_the_database_is_in_wal_mode(engine: Engine, path: Path) -> None:
-    connection = sqlite3.connect(path)
-    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    connection.close()
-
-
-def test_the_url_comes_from_the_flag_then_the_environment_then_the_state_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert database_url(None) == f"sqlite:///{tmp_path}/gristmill/gristmill.db"
-    monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert database_url(None) == f"sqlite:///{tmp_path}/.local/state/gristmill/gristmill.db"
-    monkeypatch.setenv("GRISTMILL_DATABASE_URL", "sqlite:///env.db")
-    assert database_url(None) == "sqlite:///env.db"
-    assert database_url("sqlite:///flag.db") == "sqlite:///flag.db"
-
-
-def test_no_password_is_ever_shown() -> None:
-    url = "postgresql://ann:s3cret@host/db?password=s3cret2&sslmode=require"
-    assert "s3cret" not in safe_url(url)
-    assert "host" in safe_url(url) and "sslmode" in safe_url(url)
-    with pytest.raises(RefusedError) as caught:
-        connect_database("nodialect://ann:s3cret@host/db")
-    assert "s3cret" not in str(caught.value)
-
-
-def test_a_full_disk_under_the_database_says_so(engine: Engine) -> None:
-    with pytest.raises(OutputError, match="disk full.*run the same command again"):
-        with write_transaction(engine) as connection:
-            connection.exec_driver_sql("PRAGMA max_page_count = 1")
-            connection.exec_driver_sql("CREATE TABLE big AS SELECT zeroblob(10000000)")
+def test_a_reading_transaction_sees_one_moment(engine: Engine) -> None:
+    count = text("SELECT count(*) FROM workers")
+    worker = "('w', 'o', 'h', 1, '1', '[]', 0, 0, 0, 0)"
+    columns = "id, owner, host, pid, version, models, num_shards, num_rows_in_flight, started_at, seen_at"
+    with read_transaction(engine) as reader:
+        assert reader.scalar(count) == 0
+        with write_transaction(engine) as writer:
+            writer.execute(text(f"INSERT INTO workers ({columns}) VALUES {worker}"))
+        assert reader.scalar(count) == 0
+    with read_transaction(engine) as reader:
+        assert reader.scalar(count) == 1
