@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -9,22 +10,31 @@ from typing import Any, NamedTuple
 from jobs.owner import Owner
 from jobs.planning import ShardRange
 from jobs.sources import Source
-from jobs.states import JobState
+from jobs.states import JobState, Runner
+
+PRIORITIES = ("high", "normal", "low")  # jobs.priority holds the index
 
 
 class Signal(StrEnum):
-    """What a heartbeat brings back."""
+    """What a job's heartbeat brings back."""
 
     CONTINUE = "continue"
     CANCEL = "cancel"  # the job was cancelled, failed or expired: commit what is finished, then stop
-    LOST = "lost"  # at least one of the claims belongs to another attempt now
 
 
 class Heartbeat(NamedTuple):
-    """A signal, and which of the claims are lost (the other claims go on)."""
+    """A signal for each job of the claims, and which claims belong to other attempts now (the others go on)."""
 
-    signal: Signal
+    signal_by_job: Mapping[str, Signal]
     lost_shard_ids: frozenset[int] = frozenset()
+
+
+class ModelOffer(NamedTuple):
+    """A model that a worker can run: its name, the dtypes a job may ask for, the fingerprint it would have."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +60,7 @@ class ShardClaim:
     range: ShardRange
     part: PartFile | None  # committed by earlier attempts: these rows need no computing
     crash_count: int
+    strip_errors: bool = False  # first take the error rows out of the part: they are to be computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,74 @@ class FinalizeClaim:
     job_id: str
     fence: int
     owner: Owner
+
+
+class Submitted(NamedTuple):
+    """The job of a submission; is_new False: its idempotency key was seen before, and this is its job."""
+
+    job: JobRecord
+    is_new: bool
+
+
+class PieceRecord(NamedTuple):
+    """One piece of a large plan: a source, or byte_size bytes of it; `ranges` once it is cut into shards."""
+
+    job_id: str
+    piece_index: int
+    source_index: int
+    byte_offset: int
+    byte_size: int  # 0: the whole source
+    ranges: str | None  # JSON of plan_pieces.ranges_to_json
+
+
+class LoadedPiece(NamedTuple):
+    """A piece and its source, for the one who plans it."""
+
+    source: Source
+    piece: PieceRecord
+
+
+class Notice(NamedTuple):
+    """A message that tells the submitter's own task how its job ended."""
+
+    job_id: str
+    task: str
+    queue: str
+    number: int  # 1 for the first
+    payload: dict[str, Any]
+
+
+class WorkerModel(NamedTuple):
+    """A model as a worker offers it."""
+
+    name: str
+    fingerprint: str
+    dtype: str
+    is_loaded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One worker process as the database knows it. Times are seconds since 1970, UTC."""
+
+    worker_id: str
+    owner: Owner
+    version: str
+    state: str  # busy, idle, stopped, or lost: not seen lately
+    models: tuple[WorkerModel, ...]
+    num_shards: int
+    num_rows_in_flight: int
+    started_at: float
+    seen_at: float
+    stopped_at: float | None
+    message: str | None
+
+
+class CleanReport(NamedTuple):
+    """What was deleted from the database; files are never touched."""
+
+    job_ids: tuple[str, ...]
+    num_workers: int
 
 
 class CommittedPart(NamedTuple):
@@ -91,6 +170,16 @@ class JobRecord:
     finished_at: float | None
     owner: Owner | None  # the process that holds it
     owner_seen_at: float | None
+    runner: Runner = Runner.LOCAL
+    columns: tuple[str, ...] = ()  # of the input; (): unknown
+    dtype: str = "auto"
+    priority: str = "normal"  # one of PRIORITIES
+    prefix_key: str | None = None
+    idempotency_key: str | None = None
+    not_before: float | None = None
+    deadline_at: float | None = None
+    stopping_as: JobState | None = None  # while cancelling: the state that follows
+    on_complete: str | None = None  # TASK or TASK@QUEUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +218,10 @@ class JobStatus:
     step_budget_utilization: float | None
     percentiles: dict[str, dict[str, float | None]]
     shards: dict[str, int]  # by state
+    runner: str = "local"
+    priority: str = "normal"
+    idempotency_key: str | None = None
+    not_before: float | None = None
+    deadline_at: float | None = None
+    num_workers: int = 0  # processes that hold a shard
+    is_live: bool = False  # a process runs it, or could take it up at once

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, or_, select, update
 
 from jobs.models import attempts, shards
+from jobs.owner import Owner, is_dead
 from jobs.planning import ShardRange
 from jobs.records import PartFile, ShardClaim
 from jobs.states import AttemptOutcome, ShardState
@@ -91,6 +92,26 @@ def build_part(row: Row[Any]) -> PartFile | None:
     if row.part_attempt is None:
         return None
     return PartFile(row.part_path, row.part_attempt, row.part_rows, row.part_bytes, row.part_sha256)
+
+
+def is_abandoned(connection: Connection, job_id: str, now: float) -> ColumnElement[bool]:
+    """The condition for a running shard whose owner is dead on this host, or whose lease ran out."""
+    running = and_(shards.c.job_id == job_id, shards.c.state == ShardState.RUNNING)
+    owners = connection.scalars(select(shards.c.owner).where(running).distinct()).all()
+    dead = [text for text in owners if is_dead(Owner.from_text(text))]
+    return and_(running, or_(shards.c.lease_until < now, shards.c.owner.in_(dead)))
+
+
+def drop_shards(connection: Connection, job_id: str, now: float) -> None:
+    """Queued shards become cancelled, and running ones that nobody alive runs."""
+    abandoned = is_abandoned(connection, job_id, now)
+    query = select(shards.c.id, shards.c.fence).where(abandoned).order_by(shards.c.id)
+    for row in connection.execute(query.with_for_update(key_share=True)).all():
+        end_attempt(connection, row.id, row.fence, AttemptOutcome.LOST, now)
+        change = update(shards).where(shards.c.id == row.id)
+        connection.execute(change.values(state=ShardState.CANCELLED, owner=None, lease_until=None))
+    queued = update(shards).where(shards.c.job_id == job_id, shards.c.state == ShardState.QUEUED)
+    connection.execute(queued.values(state=ShardState.CANCELLED))
 
 
 def has_shards(connection: Connection, job_id: str, states: Collection[ShardState]) -> bool:

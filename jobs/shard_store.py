@@ -1,4 +1,4 @@
-"""Shards in the database: claimed under fence and lease, kept by heartbeats, committed by a fenced UPDATE.
+"""Claimed shards in the database: kept by heartbeats, committed by a fenced UPDATE. Claims: claim_store.py.
 
 Nobody holds a lock while working. Whoever claims last has the highest fence; the UPDATEs of an older claim
 match no row.
@@ -6,33 +6,51 @@ match no row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Engine, and_, case, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, case, func, or_, select, update
 
+from jobs.crash_points import reach
 from jobs.database import database_now, read_transaction, write_transaction
 from jobs.errors import StoreError
-from jobs.models import attempts, jobs, shards
-from jobs.owner import Owner, is_dead
+from jobs.job_rows import add_job_stats, clean_text, lock_job
+from jobs.models import jobs, shards
+from jobs.owner import Owner
 from jobs.records import CommittedPart, Heartbeat, PartFile, ShardClaim, Signal
-from jobs.shard_rows import (
-    added_counts,
-    build_part,
-    build_range,
-    change_claimed,
-    check_rows,
-    end_attempt,
-    is_claimed,
-    part_values,
-)
-from jobs.states import AttemptOutcome, JobState, ShardState
+from jobs.shard_rows import added_counts, build_part, change_claimed, check_rows, end_attempt, part_values
+from jobs.states import AttemptOutcome, JobState, Runner, ShardState
 from jobs.stats import JobStats, ShardCounts
 
 LEASE_S = 60.0
 _COMMIT_TRIES = 3
 _WORKING = (JobState.IN_PROGRESS, JobState.CANCELLING)
+
+
+class _Commit(NamedTuple):
+    """The arguments of one commit."""
+
+    claim: ShardClaim
+    part: PartFile | None
+    counts: ShardCounts
+    stats: JobStats
+    complete: bool
+    requeue: bool
+    clear_strip: bool
+
+    @property
+    def outcome(self) -> AttemptOutcome:
+        if self.complete:
+            return AttemptOutcome.DONE
+        return AttemptOutcome.REQUEUED if self.requeue else AttemptOutcome.RUNNING
+
+    def is_in(self, row: Row[Any]) -> bool:
+        """Whether the shard already holds this commit: attempts' names are unique, and so are fences."""
+        if self.part is not None:
+            return bool(row.part_attempt == self.part.attempt)
+        after = ShardState.DONE if self.complete else ShardState.QUEUED if self.requeue else None
+        return bool(row.fence == self.claim.fence and row.state == after)
 
 
 class ShardStore:
@@ -53,76 +71,30 @@ class ShardStore:
         with read_transaction(self._engine) as connection:
             yield connection, database_now(connection, self._clock)
 
-    def claim_shard(self, job_id: str, owner: Owner) -> ShardClaim | None:
-        """The lowest shard that is queued or abandoned (owner dead, lease over); None: nothing to do now."""
-        with self._write() as (connection, now):
-            state = connection.scalar(select(jobs.c.state).where(jobs.c.id == job_id))
-            if state != JobState.IN_PROGRESS:
-                return None
-            free = or_(shards.c.state == ShardState.QUEUED, self._abandoned(connection, job_id, now))
-            query = (
-                select(shards).where(shards.c.job_id == job_id, free).order_by(shards.c.shard_index).limit(1)
-            )
-            row = connection.execute(query.with_for_update(skip_locked=True)).one_or_none()
-            if row is None:
-                return None
-            if row.state == ShardState.RUNNING:
-                end_attempt(connection, row.id, row.fence, AttemptOutcome.LOST, now)
-            fence = row.fence + 1
-            changed = connection.execute(
-                update(shards)
-                .where(shards.c.id == row.id, shards.c.fence == row.fence, shards.c.state == row.state)
-                .values(
-                    state=ShardState.RUNNING,
-                    fence=fence,
-                    owner=owner.to_text(),
-                    lease_until=now + self._lease_s,
-                    rows_reported=row.part_rows,
-                    started_at=func.coalesce(shards.c.started_at, now),
-                )
-            )
-            assert changed.rowcount == 1, "the row is locked by this transaction"
-            attempt = insert(attempts).values(
-                shard_id=row.id,
-                fence=fence,
-                owner=owner.to_text(),
-                outcome=AttemptOutcome.RUNNING,
-                started_at=now,
-            )
-            attempt_id = connection.execute(attempt.returning(attempts.c.id)).scalar_one()
-            start = (
-                update(jobs).where(jobs.c.id == job_id, jobs.c.started_at.is_(None)).values(started_at=now)
-            )
-            connection.execute(start)
-            return ShardClaim(
-                row.id, job_id, fence, attempt_id, owner, build_range(row), build_part(row), row.crash_count
-            )
-
     def heartbeat(self, claims: Sequence[ShardClaim], rows_done: Mapping[int, int]) -> Heartbeat:
-        """Renews the leases of `claims` and the holds of their jobs, and reports done rows by shard id.
+        """Renews the leases of `claims` and tells their jobs; `rows_done` reports rows by shard id.
 
-        rows_done counts a shard's rows from its beginning, the committed ones too.
+        The claims may be of several jobs. rows_done counts a shard's rows from its beginning, the committed
+        ones too.
         """
+        owners = {claim.job_id: claim.owner for claim in claims}
         lost: set[int] = set()
         with self._write() as (connection, now):
-            for claim in claims:
+            signals = {
+                job_id: self._touch(connection, job_id, owners[job_id], now) for job_id in sorted(owners)
+            }
+            for claim in sorted(claims, key=lambda claim: claim.shard_id):
                 values: dict[str, Any] = {"lease_until": now + self._lease_s}
                 if claim.shard_id in rows_done:
                     values["rows_reported"] = rows_done[claim.shard_id]
                 if not change_claimed(connection, claim, values):
                     lost.add(claim.shard_id)
-            signals = {
-                self._touch(connection, job_id, owner, now)
-                for job_id, owner in {(claim.job_id, claim.owner) for claim in claims}
-            }
-        if Signal.CANCEL in signals:
-            return Heartbeat(Signal.CANCEL, frozenset(lost))
-        return Heartbeat(Signal.LOST if lost else Signal.CONTINUE, frozenset(lost))
+        return Heartbeat(signals, frozenset(lost))
 
-    def touch_job(self, job_id: str, owner: Owner) -> Signal:
-        """A heartbeat without claims: renews the hold on the job, and says whether to go on."""
+    def touch_jobs(self, job_ids: Collection[str], owner: Owner) -> dict[str, Signal]:
+        """A heartbeat without claims: says that `owner` works on these jobs, and hears whether to go on."""
         with self._write() as (connection, now):
-            return self._touch(connection, job_id, owner, now)
+            return {job_id: self._touch(connection, job_id, owner, now) for job_id in sorted(set(job_ids))}
 
     def commit_shard(
         self,
@@ -133,21 +105,23 @@ class ShardStore:
         *,
         complete: bool = False,
         requeue: bool = False,
+        clear_strip: bool = False,
     ) -> bool:
         """Makes `part` the shard's part, and adds `counts` and `stats` of the rows since the last commit.
 
         complete: the shard is done; requeue: back to the queue; neither: a checkpoint, the claim goes on.
+        clear_strip: the part is the one without its error rows, and counts and stats take those out.
         part None: no new rows. False: another attempt owns the shard, this one's file counts for nothing.
+        The same call may be made again after an error, when only the reply to the commit may be lost.
         """
         assert not (complete and requeue), "a shard is either done or goes back to the queue"
+        work = _Commit(claim, part, counts, stats, complete, requeue, clear_strip)
         for _ in range(_COMMIT_TRIES - 1):
             try:
-                return self._commit_once(claim, part, counts, stats, complete, requeue)
+                return self._commit_once(work)
             except StoreError:
-                # The reply to COMMIT may be what was lost, and not the commit.
-                if part is not None and self._is_committed(claim, part):
-                    return True
-        return self._commit_once(claim, part, counts, stats, complete, requeue)
+                continue
+        return self._commit_once(work)
 
     def release_shard(self, claim: ShardClaim) -> bool:
         """Gives a claim back to the queue, with nothing committed."""
@@ -189,80 +163,84 @@ class ShardStore:
         parts = ((row, build_part(row)) for row in rows)
         return [CommittedPart(row.id, part, row.rows_failed) for row, part in parts if part is not None]
 
-    def _abandoned(self, connection: Connection, job_id: str, now: float) -> ColumnElement[bool]:
-        """The condition for a running shard whose owner is dead on this host, or whose lease ran out."""
-        running = and_(shards.c.job_id == job_id, shards.c.state == ShardState.RUNNING)
-        owners = connection.scalars(select(shards.c.owner).where(running).distinct()).all()
-        dead = [text for text in owners if is_dead(Owner.from_text(text))]
-        return and_(running, or_(shards.c.lease_until < now, shards.c.owner.in_(dead)))
-
     def _touch(self, connection: Connection, job_id: str, owner: Owner, now: float) -> Signal:
         self._credit_time(connection, job_id, owner, now)
         state = connection.scalar(select(jobs.c.state).where(jobs.c.id == job_id))
         return Signal.CONTINUE if state == JobState.IN_PROGRESS else Signal.CANCEL
 
     def _credit_time(self, connection: Connection, job_id: str, owner: Owner, now: float) -> None:
-        """Renews the hold and adds the time since its last renewal to the job's active time."""
-        passed = now - jobs.c.owner_seen_at
-        credit = case((passed < 0, 0.0), (passed > self._lease_s, self._lease_s), else_=passed)
-        held = and_(jobs.c.id == job_id, jobs.c.owner == owner.to_text())
-        working = and_(held, jobs.c.state.in_(_WORKING))
-        connection.execute(update(jobs).where(working).values(active_s=jobs.c.active_s + credit))
-        connection.execute(update(jobs).where(held).values(owner_seen_at=now))
+        """Adds the time since anybody last said so to the job's active time, and says so now.
 
-    def _commit_once(
-        self,
-        claim: ShardClaim,
-        part: PartFile | None,
-        counts: ShardCounts,
-        stats: JobStats,
-        complete: bool,
-        requeue: bool,
-    ) -> bool:
+        A local job hears its holder only; at a job of the queue several workers work at once, and the time
+        passes once.
+        """
+        passed = now - func.coalesce(jobs.c.owner_seen_at, now)
+        credit = case(
+            (or_(jobs.c.state.not_in(_WORKING), passed < 0), 0.0),
+            (passed > self._lease_s, self._lease_s),
+            else_=passed,
+        )
+        works = or_(jobs.c.owner == owner.to_text(), and_(jobs.c.runner == Runner.WORKERS, _is_working()))
+        seen_at = case((jobs.c.owner_seen_at > now, jobs.c.owner_seen_at), else_=now)
+        connection.execute(
+            update(jobs)
+            .where(jobs.c.id == job_id, works)
+            .values(active_s=jobs.c.active_s + credit, owner_seen_at=seen_at)
+        )
+
+    def _commit_once(self, work: _Commit) -> bool:
+        claim = work.claim
         with self._write() as (connection, now):
-            row = connection.execute(select(shards).where(is_claimed(claim)).with_for_update()).one_or_none()
+            if work.complete:
+                lock_job(connection, claim.job_id)  # its stats change after the shard, but jobs lock first
+            query = select(shards).where(shards.c.id == claim.shard_id).with_for_update(key_share=True)
+            row = connection.execute(query).one_or_none()
             if row is None:
                 return False
-            total = JobStats.from_json(row.stats)
-            total.merge(stats)
-            values = added_counts(row, counts) | {"stats": total.to_json()}
-            if part is not None:
-                values |= part_values(part)
-            rows_in_part = part.rows if part else row.part_rows
-            check_rows(values, rows_in_part, claim.range.num_rows if complete else None)
-            values |= {"rows_reported": rows_in_part, "lease_until": now + self._lease_s}
-            outcome = AttemptOutcome.RUNNING
-            if complete:
-                values |= {"state": ShardState.DONE, "finished_at": now, "owner": None, "lease_until": None}
-                outcome = AttemptOutcome.DONE
-                _add_to_job(connection, claim.job_id, total)
-            elif requeue:
-                values |= {"state": ShardState.QUEUED, "owner": None, "lease_until": None}
-                outcome = AttemptOutcome.REQUEUED
-            if not change_claimed(connection, claim, values):
+            if work.is_in(row):
+                return True  # by an earlier try, whose reply was lost
+            if row.fence != claim.fence or row.state != ShardState.RUNNING:
                 return False
-            end_attempt(connection, claim.shard_id, claim.fence, outcome, now, num_new=counts.rows)
+            total = JobStats.from_json(row.stats)
+            total.merge(work.stats)
+            changed = change_claimed(connection, claim, self._commit_values(row, work, total, now))
+            assert changed, "the row is locked by this transaction"
+            if work.complete:
+                add_job_stats(connection, claim.job_id, total)
+            num_new = max(0, work.counts.rows)
+            end_attempt(connection, claim.shard_id, claim.fence, work.outcome, now, num_new=num_new)
+            reach("commit.inside")
             return True
 
-    def _is_committed(self, claim: ShardClaim, part: PartFile) -> bool:
-        with self._read() as (connection, _):
-            attempt = connection.scalar(select(shards.c.part_attempt).where(shards.c.id == claim.shard_id))
-            return bool(attempt == part.attempt)
+    def _commit_values(self, row: Row[Any], work: _Commit, total: JobStats, now: float) -> dict[str, Any]:
+        assert row.strip_errors or not work.clear_strip, "there are no error rows to take out"
+        assert not (row.strip_errors and work.complete), "a shard is not done before its error rows are out"
+        values = added_counts(row, work.counts) | {"stats": total.to_json()}
+        if work.part is not None:
+            values |= part_values(work.part)
+        rows_in_part = work.part.rows if work.part else row.part_rows
+        check_rows(values, rows_in_part, work.claim.range.num_rows if work.complete else None)
+        values |= {"rows_reported": rows_in_part, "lease_until": now + self._lease_s}
+        if work.clear_strip:
+            values["strip_errors"] = False
+        if work.complete:
+            values |= {"state": ShardState.DONE, "finished_at": now, "owner": None, "lease_until": None}
+        elif work.requeue:
+            values |= {"state": ShardState.QUEUED, "owner": None, "lease_until": None}
+        return values
 
     def _end_claim(
         self, claim: ShardClaim, state: ShardState, outcome: AttemptOutcome, message: str | None
     ) -> bool:
         with self._write() as (connection, now):
-            values = {"state": state, "message": message, "owner": None, "lease_until": None}
+            values: dict[str, Any] = {"state": state, "owner": None, "lease_until": None}
+            if message is not None:
+                values["message"] = message = clean_text(message)
             if not change_claimed(connection, claim, values):
                 return False
             end_attempt(connection, claim.shard_id, claim.fence, outcome, now, message=message)
             return True
 
 
-def _add_to_job(connection: Connection, job_id: str, stats: JobStats) -> None:
-    """Adds a done shard's stats to its job's, so that a status need not read those of a thousand shards."""
-    is_job = jobs.c.id == job_id
-    total = JobStats.from_json(connection.scalar(select(jobs.c.stats).where(is_job).with_for_update()))
-    total.merge(stats)
-    connection.execute(update(jobs).where(is_job).values(stats=total.to_json()))
+def _is_working() -> ColumnElement[bool]:
+    return jobs.c.state.in_(_WORKING)

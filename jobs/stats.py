@@ -81,7 +81,7 @@ class JobStats:
         _add(self.finish_reasons, reason, 1)
 
     def merge(self, other: JobStats) -> None:
-        """Adds what `other` counted."""
+        """Adds what `other` counted; its counts may be negative, and a count that comes to zero is dropped."""
         for name in _COUNTS:
             for key, count in getattr(other, name).items():
                 _add(getattr(self, name), key, count)
@@ -89,6 +89,19 @@ class JobStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in _HISTOGRAMS:
             getattr(self, name).merge(getattr(other, name))
+
+    def negated(self) -> JobStats:
+        """What takes these stats out of a sum again, once merged into it."""
+        negative = JobStats()
+        for name in _COUNTS:
+            getattr(negative, name).update({key: -count for key, count in getattr(self, name).items()})
+        for name in _SUMS:
+            setattr(negative, name, -getattr(self, name))
+        for name in _HISTOGRAMS:
+            numbers = getattr(self, name).to_list()
+            counts = zip(numbers[::2], numbers[1::2], strict=True)
+            setattr(negative, name, Histogram({bucket: -count for bucket, count in counts}))
+        return negative
 
     def percentiles(self) -> dict[str, dict[str, float | None]]:
         """{"queue_wait_s": {"p50": .., "p95": .., "p99": ..}, and likewise the other two}."""
@@ -140,3 +153,5 @@ def merge_stats(texts: Iterable[str | None]) -> JobStats:
 
 def _add(counts: dict[str, int], key: str, count: int) -> None:
     counts[key] = counts.get(key, 0) + count
+    if counts[key] == 0:
+        del counts[key]

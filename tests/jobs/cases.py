@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,22 @@ import pyarrow.dataset
 
 from jobs.owner import Owner, current_owner
 from jobs.part_schema import build_part_schema
-from jobs.parts import write_attempt
+from jobs.parts import load_done_rows, strip_errors, write_attempt
 from jobs.planning import Plan, ShardRange
 from jobs.publishing import publish_part
-from jobs.records import JobRecord, PartFile, ShardClaim
+from jobs.records import JobRecord, ModelOffer, PartFile, PieceRecord, ShardClaim
 from jobs.results import Result
 from jobs.sources import Source
 from jobs.spec import JobSpec
 from jobs.stats import JobStats, ShardCounts
-from jobs.storage import LocalStorage
+from jobs.storage import Storage
 from jobs.store import Store
 
 SCHEMA = build_part_schema([], {}, any_jsonl=True)
 SOURCES = [Source("/data/tickets.jsonl", 1000, "1", "jsonl")]
 ELSEWHERE = Owner("elsewhere", "boot", 7, 7)  # a process of which only its lease can be known
 OTHER_PLACE = Owner("other-place", "boot", 8, 8)
+OFFER = ModelOffer("null", ("auto", "float32"), "f" * 32)
 
 
 @dataclass
@@ -62,6 +64,58 @@ def create_job(
     return store.create_job(order, SOURCES, build_plan(*shard_rows), "f" * 32, "i" * 32, SCHEMA, owner)
 
 
+def submit_job(
+    store: Store, output: Path | str, *shard_rows: int, prefix_key: str | None = None, **spec: Any
+) -> JobRecord:
+    """A job of the queue; with shard_rows it is planned and in progress."""
+    key = spec.pop("key", None)
+    order = JobSpec(**({"input": ["tickets.jsonl"], "output": str(output), "model": "null"} | spec))
+    job = store.submit_job(order, key).job
+    if shard_rows:
+        assert start_job(store, job, *shard_rows, prefix_key=prefix_key)
+    return store.load_job(job.job_id)
+
+
+def start_job(store: Store, job: JobRecord, *shard_rows: int, prefix_key: str | None = None) -> bool:
+    plan, schema = build_plan(*shard_rows), SCHEMA.serialize().to_pybytes()
+    return store.start_job(job.job_id, SOURCES, ["text"], plan, schema, "i" * 32, prefix_key)
+
+
+def build_pieces(number: int) -> list[PieceRecord]:
+    """Byte ranges of the one source, as plan_pieces cuts them."""
+    return [PieceRecord("", index, 0, index * 10, 10, None) for index in range(number)]
+
+
+def claim_next(store: Store, owner: Owner = ELSEWHERE, warm: Collection[str] = ()) -> ShardClaim:
+    claim = store.claim_next(OFFER, owner, warm)
+    assert claim is not None
+    return claim
+
+
+def run_queue(store: Store, storage: Storage) -> None:
+    """Everything that OFFER can run, to the end of the last shard."""
+    while claim := store.claim_next(OFFER, ELSEWHERE):
+        finish_shard(store, storage, claim)
+
+
+def finish_shard(store: Store, storage: Storage, claim: ShardClaim, num_errors: int = -1) -> ShardClaim:
+    """Strips and computes what is left of a shard; with num_errors, so many of the rows are errors."""
+    if claim.strip_errors:
+        part, counts, stats = strip_errors(storage, claim, SCHEMA, SOURCES, "parquet")
+        assert store.commit_shard(claim, part, counts, stats, clear_strip=True)
+        claim = replace(claim, part=part, strip_errors=False)
+    first = claim.range.first_row
+    left = sorted(set(range(first, first + claim.range.num_rows)) - load_done_rows(storage, claim.part))
+    results = build_results(*left)
+    if num_errors >= 0:
+        results = [build_results(9 if index < num_errors else 1)[0] for index in range(len(left))]
+        results = [replace(result, row_index=row) for result, row in zip(results, left, strict=True)]
+    part = write_attempt(storage, claim, results, SCHEMA, SOURCES, "parquet")
+    assert store.commit_shard(claim, part, *count_results(results), complete=True)
+    publish_part(storage, store, claim.shard_id, part)
+    return replace(claim, part=part)
+
+
 def build_results(*rows: int, source_index: int = 0) -> list[Result]:
     """Completions, and for every tenth row an error."""
     return [
@@ -84,15 +138,13 @@ def count_results(results: list[Result]) -> tuple[ShardCounts, JobStats]:
     return ShardCounts(done, failed, 0, 5 * done, 3 * done, 2 * done), stats
 
 
-def write_rows(
-    storage: LocalStorage, claim: ShardClaim, *rows: int, output_format: str = "parquet"
-) -> PartFile:
+def write_rows(storage: Storage, claim: ShardClaim, *rows: int, output_format: str = "parquet") -> PartFile:
     return write_attempt(storage, claim, build_results(*rows), SCHEMA, SOURCES, output_format)
 
 
 def commit_rows(
     store: Store,
-    storage: LocalStorage,
+    storage: Storage,
     claim: ShardClaim,
     *rows: int,
     publish: bool = True,
@@ -114,7 +166,7 @@ def claim_or_fail(store: Store, job: JobRecord, owner: Owner = ELSEWHERE) -> Sha
     return claim
 
 
-def run_all(store: Store, storage: LocalStorage, job: JobRecord, output_format: str = "parquet") -> None:
+def run_all(store: Store, storage: Storage, job: JobRecord, output_format: str = "parquet") -> None:
     while claim := store.claim_shard(job.job_id, ELSEWHERE):
         rows = range(claim.range.first_row, claim.range.first_row + claim.range.num_rows)
         commit_rows(store, storage, claim, *rows, complete=True, output_format=output_format)

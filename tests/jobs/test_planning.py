@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ import zstandard
 
 from jobs import jsonl_scan, planning
 from jobs.errors import RefusedError
-from jobs.planning import Plan, ShardRange, plan_shards
+from jobs.planning import Plan, ShardRange, plan_job_shards, plan_shards
 from jobs.sources import Source, load_sources
 
 
@@ -135,3 +136,39 @@ def test_planning_reads_a_parquet_footer_only(tmp_path: Path) -> None:
     data[4:20] = b"\xff" * 16
     path.write_bytes(data)
     assert planning.load_num_rows(source) == 10
+
+
+@pytest.mark.parametrize("is_parquet", [False, True])
+def test_large_rows_that_are_kept_make_small_shards(tmp_path: Path, is_parquet: bool) -> None:
+    if is_parquet:
+        pq.write_table(pa.table({"x": ["x" * 100] * 300}), tmp_path / "a.parquet", use_dictionary=False)
+        sources = load_sources([str(tmp_path / "a.parquet")])
+    else:
+        sources = [write(tmp_path, "a.jsonl", (b'{"x": "' + b"x" * 92 + b'"}\n') * 300)]
+
+    def largest(shard_rows: int | None = None, keeps_columns: bool = True) -> int:
+        plan = plan_job_shards(
+            sources, shard_rows, 5.0, None, keeps_columns=keeps_columns, max_kept_bytes=3000
+        )
+        assert plan.num_rows == 300
+        return max(shard.num_rows for shard in plan.shards)
+
+    assert largest(keeps_columns=False) == 150
+    assert 25 <= largest() <= 29
+    assert largest(shard_rows=100) == 100
+
+
+def test_many_footers_are_read_at_once_and_in_order(tmp_path: Path) -> None:
+    sources = [write_parquet(tmp_path, f"{n:02}.parquet", n) for n in range(40)]
+    plan = plan_shards(sources, 1000)
+    assert sizes(plan) == [(n, 0, n) for n in range(1, 40)]
+    (tmp_path / "17.parquet").write_bytes(b"PAR1")
+    with pytest.raises(RefusedError, match=r"17\.parquet"):
+        plan_shards(sources)
+
+
+def test_a_million_rows_of_jsonl_are_planned_in_a_fraction_of_a_second(tmp_path: Path) -> None:
+    source = write(tmp_path, "a.jsonl", (b'{"text": "' + b"x" * 88 + b'"}\n') * 1_000_000)
+    begin = time.process_time()
+    assert plan_shards([source]).num_rows == 1_000_000
+    assert time.process_time() - begin < 1.0

@@ -5,18 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from sqlalchemy import select
 
 from jobs.models import attempts, shards
 from jobs.owner import current_owner
 from jobs.records import Signal
 from jobs.stats import JobStats, ShardCounts
-from jobs.storage import LocalStorage, open_storage
+from jobs.storage import Storage
 from jobs.store import Store, open_store
 from tests.jobs.cases import (
     ELSEWHERE,
@@ -29,22 +27,6 @@ from tests.jobs.cases import (
 )
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/jobs.db"
-
-
-@pytest.fixture
-def store(url: str, clock: Clock) -> Iterator[Store]:
-    with open_store(url, clock) as opened:
-        yield opened
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> LocalStorage:
-    return open_storage(str(tmp_path / "out"))
-
-
 def test_shards_are_claimed_in_input_order_and_each_once(store: Store, tmp_path: Path) -> None:
     job = create_job(store, tmp_path / "out", 4, 4, 2)
     claims = [claim_or_fail(store, job) for _ in range(3)]
@@ -54,12 +36,12 @@ def test_shards_are_claimed_in_input_order_and_each_once(store: Store, tmp_path:
 
 
 def test_a_stale_attempt_cannot_commit(
-    store: Store, url: str, clock: Clock, storage: LocalStorage, tmp_path: Path
+    store: Store, store_url: str, clock: Clock, storage: Storage, tmp_path: Path
 ) -> None:
     job = create_job(store, tmp_path / "out", 4)
     stale = claim_or_fail(store, job, ELSEWHERE)
     clock.now += 61
-    with open_store(url, clock) as other:
+    with open_store(store_url, clock) as other:
         newer = claim_or_fail(other, job, OTHER_PLACE)
         assert newer.fence == stale.fence + 1
         assert commit_rows(store, storage, stale, 0, 1, 2, 3, complete=True) is None
@@ -106,7 +88,7 @@ def test_a_heartbeat_renews_the_lease_and_reports_rows(store: Store, clock: Cloc
     claim = claim_or_fail(store, job)
     for _ in range(5):
         clock.now += 40
-        assert store.heartbeat([claim], {claim.shard_id: 3}).signal == Signal.CONTINUE
+        assert store.heartbeat([claim], {claim.shard_id: 3}) == ({job.job_id: Signal.CONTINUE}, frozenset())
     assert store.claim_shard(job.job_id, OTHER_PLACE) is None
     assert store.status(job.job_id).rows_done == 3
 
@@ -119,7 +101,7 @@ def test_a_heartbeat_says_which_claims_are_lost(store: Store, clock: Clock, tmp_
     clock.now += 20
     claim_or_fail(store, job, OTHER_PLACE)
     beat = store.heartbeat([old, kept], {old.shard_id: 4})
-    assert beat == (Signal.LOST, frozenset({old.shard_id}))
+    assert beat == ({job.job_id: Signal.CONTINUE}, frozenset({old.shard_id}))
 
 
 def test_a_heartbeat_after_a_pause_goes_on_when_nobody_took_the_shard(
@@ -128,21 +110,19 @@ def test_a_heartbeat_after_a_pause_goes_on_when_nobody_took_the_shard(
     job = create_job(store, tmp_path / "out", 4)
     claim = claim_or_fail(store, job)
     clock.now += 3600
-    assert store.heartbeat([claim], {}).signal == Signal.CONTINUE
+    assert store.heartbeat([claim], {}) == ({job.job_id: Signal.CONTINUE}, frozenset())
 
 
 def test_a_heartbeat_brings_the_cancellation(store: Store, tmp_path: Path) -> None:
     job = create_job(store, tmp_path / "out", 4)
     claim = claim_or_fail(store, job)
     store.request_cancel(job.job_id)
-    assert store.heartbeat([claim], {}).signal == Signal.CANCEL
-    assert store.touch_job(job.job_id, ELSEWHERE) == Signal.CANCEL
+    assert store.heartbeat([claim], {}).signal_by_job == {job.job_id: Signal.CANCEL}
+    assert store.touch_jobs([job.job_id], ELSEWHERE) == {job.job_id: Signal.CANCEL}
     assert store.claim_shard(job.job_id, OTHER_PLACE) is None
 
 
-def test_every_attempt_leaves_a_row(
-    store: Store, clock: Clock, storage: LocalStorage, tmp_path: Path
-) -> None:
+def test_every_attempt_leaves_a_row(store: Store, clock: Clock, storage: Storage, tmp_path: Path) -> None:
     job = create_job(store, tmp_path / "out", 4)
     claim_or_fail(store, job)
     clock.now += 61
@@ -173,15 +153,15 @@ def test_engine_deaths_are_counted_per_shard(store: Store, tmp_path: Path) -> No
     assert claim_or_fail(store, job).crash_count == 2
 
 
-def test_eight_threads_claim_and_commit_without_a_locked_database(url: str, tmp_path: Path) -> None:
-    with open_store(url) as first:
+def test_eight_threads_claim_and_commit_without_a_locked_database(store_url: str, tmp_path: Path) -> None:
+    with open_store(store_url) as first:
         job = create_job(first, tmp_path / "out", *[0] * 40)
     claimed: list[int] = []
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
-            with open_store(url) as store:
+            with open_store(store_url) as store:
                 while claim := store.claim_shard(job.job_id, current_owner()):
                     store.heartbeat([claim], {})
                     assert store.commit_shard(claim, None, ShardCounts(), JobStats(), complete=True)
@@ -210,10 +190,10 @@ with open_store(sys.argv[1]) as store:
 """
 
 
-def test_processes_claim_each_shard_once(url: str, tmp_path: Path, repo_root: Path) -> None:
-    with open_store(url) as store:
+def test_processes_claim_each_shard_once(store_url: str, tmp_path: Path, repo_root: Path) -> None:
+    with open_store(store_url) as store:
         job = create_job(store, tmp_path / "out", *[0] * 60)
-    command = [sys.executable, "-W", "error", "-c", CLAIMING, url, job.job_id]
+    command = [sys.executable, "-W", "error", "-c", CLAIMING, store_url, job.job_id]
     children = [
         subprocess.Popen(command, cwd=repo_root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(4)

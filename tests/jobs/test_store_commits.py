@@ -16,7 +16,7 @@ from jobs.errors import StoreError
 from jobs.parts import load_done_rows
 from jobs.publishing import publish_part, redo_publications
 from jobs.stats import JobStats, ShardCounts
-from jobs.storage import LocalStorage
+from jobs.storage import Storage
 from jobs.store import Store
 from tests.jobs.cases import (
     OTHER_PLACE,
@@ -31,7 +31,7 @@ from tests.jobs.cases import (
 )
 
 
-def test_a_complete_commit_ends_the_shard(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_a_complete_commit_ends_the_shard(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 10)
     claim = claim_or_fail(store, job)
     assert commit_rows(store, storage, claim, *range(10), complete=True)
@@ -43,7 +43,7 @@ def test_a_complete_commit_ends_the_shard(store: Store, storage: LocalStorage, o
 
 
 def test_a_checkpoint_keeps_the_claim_and_makes_the_part_longer(
-    store: Store, storage: LocalStorage, out: Path
+    store: Store, storage: Storage, out: Path
 ) -> None:
     job = create_job(store, out, 6)
     claim = claim_or_fail(store, job)
@@ -57,7 +57,7 @@ def test_a_checkpoint_keeps_the_claim_and_makes_the_part_longer(
     assert [path.name for path in out.glob("part-*")] == ["part-00000.parquet"]
 
 
-def test_a_stopped_shard_goes_on_where_it_was(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_a_stopped_shard_goes_on_where_it_was(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 6)
     commit_rows(store, storage, claim_or_fail(store, job), 0, 3, requeue=True)
     again = claim_or_fail(store, job, OTHER_PLACE)
@@ -67,7 +67,7 @@ def test_a_stopped_shard_goes_on_where_it_was(store: Store, storage: LocalStorag
     assert store.status(job.job_id).completed == 6
 
 
-def test_counts_and_stats_add_up_over_commits(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_counts_and_stats_add_up_over_commits(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 20)
     claim = claim_or_fail(store, job)
     claim = commit_rows(store, storage, claim, *range(10)) or claim
@@ -85,20 +85,20 @@ def test_a_stop_before_the_first_row_commits_nothing_and_requeues(store: Store, 
     assert store.status(job.job_id).shards == {"queued": 1}
 
 
-def test_a_shard_is_not_done_while_rows_are_missing(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_a_shard_is_not_done_while_rows_are_missing(store: Store, storage: Storage, out: Path) -> None:
     claim = claim_or_fail(store, create_job(store, out, 6))
     with pytest.raises(AssertionError, match="not done with 2"):
         commit_rows(store, storage, claim, 0, 1, complete=True)
 
 
-def test_counts_must_be_those_of_the_part(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_counts_must_be_those_of_the_part(store: Store, storage: Storage, out: Path) -> None:
     claim = claim_or_fail(store, create_job(store, out, 6))
     part = write_rows(storage, claim, 0, 1)
     with pytest.raises(AssertionError, match="1 rows counted, 2 in the part"):
         store.commit_shard(claim, part, ShardCounts(completed=1), JobStats())
 
 
-def test_a_failed_shard_keeps_what_it_committed(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_a_failed_shard_keeps_what_it_committed(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 6)
     claim = commit_rows(store, storage, claim_or_fail(store, job), 0, 1)
     assert claim is not None
@@ -128,7 +128,7 @@ class LostReplies:
 
 @pytest.mark.parametrize("commits", [True, False])
 def test_a_commit_whose_reply_is_lost_counts_once(
-    store: Store, storage: LocalStorage, out: Path, monkeypatch: pytest.MonkeyPatch, commits: bool
+    store: Store, storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch, commits: bool
 ) -> None:
     job = create_job(store, out, 4)
     claim = claim_or_fail(store, job)
@@ -140,7 +140,7 @@ def test_a_commit_whose_reply_is_lost_counts_once(
 
 
 def test_a_database_that_stays_away_is_an_error(
-    store: Store, storage: LocalStorage, out: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = claim_or_fail(store, create_job(store, out, 4))
     part = write_rows(storage, claim, 0, 1, 2, 3)
@@ -149,9 +149,7 @@ def test_a_database_that_stays_away_is_an_error(
         store.commit_shard(claim, part, *count_results(build_results(0, 1, 2, 3)), complete=True)
 
 
-def test_a_crash_between_commit_and_publication_is_redone(
-    store: Store, storage: LocalStorage, out: Path
-) -> None:
+def test_a_crash_between_commit_and_publication_is_redone(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4)
     commit_rows(store, storage, claim_or_fail(store, job), 0, 1, 2, 3, complete=True, publish=False)
     assert read_rows(out) == []
@@ -160,9 +158,7 @@ def test_a_crash_between_commit_and_publication_is_redone(
     assert redo_publications(storage, store, job.job_id) == 0
 
 
-def test_a_crash_between_rename_and_its_note_is_redone(
-    store: Store, storage: LocalStorage, out: Path
-) -> None:
+def test_a_crash_between_rename_and_its_note_is_redone(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4)
     claim = commit_rows(store, storage, claim_or_fail(store, job), 0, 1, 2, 3, complete=True, publish=False)
     assert claim is not None and claim.part is not None
@@ -172,7 +168,7 @@ def test_a_crash_between_rename_and_its_note_is_redone(
 
 
 def test_a_claim_reads_a_part_that_was_committed_and_not_published(
-    store: Store, storage: LocalStorage, out: Path
+    store: Store, storage: Storage, out: Path
 ) -> None:
     job = create_job(store, out, 4)
     commit_rows(store, storage, claim_or_fail(store, job), 1, 2, requeue=True, publish=False)
@@ -182,7 +178,7 @@ def test_a_claim_reads_a_part_that_was_committed_and_not_published(
     assert read_rows(out) == [0, 1, 2, 3]
 
 
-def test_a_stale_publisher_does_no_harm(store: Store, storage: LocalStorage, clock: Clock, out: Path) -> None:
+def test_a_stale_publisher_does_no_harm(store: Store, storage: Storage, clock: Clock, out: Path) -> None:
     job = create_job(store, out, 4)
     paused = commit_rows(store, storage, claim_or_fail(store, job), 1, 2, publish=False)
     assert paused is not None and paused.part is not None
@@ -198,7 +194,7 @@ def test_a_stale_publisher_does_no_harm(store: Store, storage: LocalStorage, clo
     assert read_rows(out) == [0, 1, 2, 3]
 
 
-def test_a_longer_part_waits_to_be_published_again(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_a_longer_part_waits_to_be_published_again(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4)
     claim = commit_rows(store, storage, claim_or_fail(store, job), 0, 1)
     assert claim is not None
@@ -211,7 +207,7 @@ def test_a_longer_part_waits_to_be_published_again(store: Store, storage: LocalS
     assert read_rows(out) == [0, 1, 2]
 
 
-def test_a_commit_with_an_older_fence_changes_nothing(store: Store, storage: LocalStorage, out: Path) -> None:
+def test_a_commit_with_an_older_fence_changes_nothing(store: Store, storage: Storage, out: Path) -> None:
     claim = claim_or_fail(store, create_job(store, out, 4))
     assert commit_rows(store, storage, replace(claim, fence=claim.fence - 1), 0) is None
     assert store.status(claim.job_id).completed == 0

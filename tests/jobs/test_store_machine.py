@@ -1,10 +1,11 @@
-"""Random histories of claims, pauses, commits, cancels and resumes, against a model of what must count."""
+"""Random histories of two jobs in the queue, from claims to retries, against a model of what must count."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,31 +13,36 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from jobs.errors import RefusedError
 from jobs.finalize import finalize_job
-from jobs.parts import load_done_rows
-from jobs.publishing import redo_publications
+from jobs.owner import Owner
+from jobs.parts import load_done_rows, strip_errors, write_attempt
+from jobs.publishing import MANIFEST_NAME, publish_part, redo_publications
 from jobs.records import PartFile, ShardClaim, Signal
 from jobs.states import JobState
 from jobs.storage import open_storage
-from jobs.store import open_store
-from tests.jobs.cases import ELSEWHERE, OTHER_PLACE, Clock, commit_rows, create_job, read_rows
+from jobs.store import Store, open_store
+from tests.jobs.cases import (
+    ELSEWHERE,
+    OFFER,
+    OTHER_PLACE,
+    SCHEMA,
+    SOURCES,
+    Clock,
+    build_results,
+    count_results,
+    read_rows,
+    submit_job,
+)
+from tests.jobs.store_model import JobModel, ShardModel
 
-SHARD_ROWS = (3, 2, 0)
-FIRST_ROWS = (0, 3, 5)
-
-
-@dataclass
-class ShardModel:
-    """What one shard must be: its state, its newest fence, when its lease ends, and which rows count."""
-
-    state: str = "queued"
-    fence: int = 0
-    lease_until: float = 0.0
-    rows: set[int] = field(default_factory=set)
+ENDED = ("completed", "failed", "cancelled", "expired")
+OWNERS = st.sampled_from([ELSEWHERE, OTHER_PLACE])
+WHICH = st.sampled_from([0, 1])
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Two owners on other hosts share a job; each may pause, crash after a commit, or come back late."""
+    """Two owners on other hosts share two jobs; each may pause, crash after a commit, or come back late."""
 
     claims: Bundle[ShardClaim] = Bundle("claims")
 
@@ -44,38 +50,73 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.clock = Clock()
-        self.store = open_store("sqlite://", self.clock)
-        self.storage = open_storage(str(self.folder / "out"))
-        self.job = create_job(self.store, self.folder / "out", *SHARD_ROWS)
-        self.state = "in_progress"
-        self.model = [ShardModel() for _ in SHARD_ROWS]
-        self.paused: list[tuple[int, PartFile]] = []
+        self.store: Store = open_store("sqlite://", self.clock)
+        self.models = [self.begin("a", 3, 2, 0), self.begin("b", 2, 2, deadline="100s")]
+        self.models[1].deadline_at = self.clock.now + 100 - 1
+        self.paused: list[tuple[JobModel, int, PartFile]] = []
+
+    def begin(self, name: str, *shard_rows: int, **spec: str) -> JobModel:
+        job = submit_job(self.store, self.folder / name, *shard_rows, **spec)
+        self.clock.now += 1  # so that one job is the older one
+        shards, first = [], 0
+        for rows in shard_rows:
+            shards.append(ShardModel(frozenset(range(first, first + rows))))
+            first += rows
+        return JobModel(job, self.folder / name, open_storage(str(self.folder / name)), shards)
 
     def teardown(self) -> None:
         self.store.close()
         shutil.rmtree(self.folder)
 
+    def find(self, claim: ShardClaim) -> tuple[JobModel, ShardModel]:
+        job = next(model for model in self.models if model.job.job_id == claim.job_id)
+        return job, job.shards[claim.range.shard_index]
+
     def is_current(self, claim: ShardClaim) -> bool:
-        shard = self.model[claim.range.shard_index]
+        shard = self.find(claim)[1]
         return shard.state == "running" and shard.fence == claim.fence
 
-    @rule(target=claims, owner=st.sampled_from([ELSEWHERE, OTHER_PLACE]))
-    def claim(self, owner):  # type: ignore[no-untyped-def]
-        claim = self.store.claim_shard(self.job.job_id, owner)
-        free = [
-            index
-            for index, shard in enumerate(self.model)
-            if shard.state == "queued" or (shard.state == "running" and shard.lease_until < self.clock.now)
+    def open_jobs(self) -> Iterator[JobModel]:
+        """The jobs that have a shard to give away, in the order in which they give."""
+        found = [
+            job
+            for job in self.models
+            if job.state == "in_progress" and job.deadline_at > self.clock.now and job.free(self.clock.now)
         ]
-        if self.state != "in_progress" or not free:
-            assert claim is None
-            return multiple()
-        assert claim is not None and claim.range.shard_index == free[0]
-        shard = self.model[free[0]]
+
+        def num_running(job: JobModel) -> int:
+            return sum(shard.state == "running" and not shard.is_free(self.clock.now) for shard in job.shards)
+
+        yield from sorted(found, key=num_running)
+
+    @rule(target=claims, owner=OWNERS)
+    def claim(self, owner):  # type: ignore[no-untyped-def]
+        return self.take(owner) or multiple()
+
+    def take(self, owner: Owner) -> ShardClaim | None:
+        job = next(self.open_jobs(), None)
+        claim = self.store.claim_next(OFFER, owner)
+        assert (claim is not None) == (job is not None)
+        if claim is None or job is None:
+            return None
+        free = job.free(self.clock.now)
+        assert (claim.job_id, claim.range.shard_index) == (job.job.job_id, free[0])
+        shard = job.shards[free[0]]
         shard.state, shard.fence, shard.lease_until = "running", shard.fence + 1, self.clock.now + 60
-        assert claim.fence == shard.fence
-        assert load_done_rows(self.storage, claim.part) == shard.rows
+        assert (claim.fence, claim.strip_errors) == (shard.fence, shard.strip)
+        assert load_done_rows(job.storage, claim.part) == shard.rows
         return claim
+
+    @rule(owner=OWNERS, has_errors=st.sampled_from([True, True, False]))
+    def run_all(self, owner, has_errors) -> None:  # type: ignore[no-untyped-def]
+        while claim := self.take(owner):
+            job, shard = self.find(claim)
+            if claim.strip_errors:
+                claim = self.strip(claim, job, shard)
+            left = sorted(shard.rows_wanted - shard.rows)
+            self.write(claim, left, set(left[:1]) if has_errors else set(), "complete", publish=True)
+        for which in (0, 1):
+            self.end(which, owner)
 
     @rule(seconds=st.sampled_from([20, 61]))
     def wait(self, seconds: int) -> None:
@@ -83,109 +124,163 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(claim=claims)
     def beat(self, claim: ShardClaim) -> None:
-        signal = self.store.heartbeat([claim], {}).signal
+        job, shard = self.find(claim)
+        beat = self.store.heartbeat([claim], {})
         if self.is_current(claim):
-            self.model[claim.range.shard_index].lease_until = self.clock.now + 60
-        if self.state != "in_progress":
-            assert signal == Signal.CANCEL
-        else:
-            assert signal == (Signal.CONTINUE if self.is_current(claim) else Signal.LOST)
+            shard.lease_until = self.clock.now + 60
+        signal = Signal.CONTINUE if job.state == "in_progress" else Signal.CANCEL
+        lost = frozenset() if self.is_current(claim) else {claim.shard_id}
+        assert beat == ({claim.job_id: signal}, lost)
 
     @rule(target=claims, claim=consumes(claims), data=st.data(), publish=st.booleans())
     def commit(self, claim, data, publish):  # type: ignore[no-untyped-def]
-        shard = self.model[claim.range.shard_index]
+        job, shard = self.find(claim)
         current = self.is_current(claim)
-        first = FIRST_ROWS[claim.range.shard_index]
-        wanted = set(range(first, first + claim.range.num_rows))
-        left = sorted(wanted - (shard.rows if current else set()))
+        if not current:
+            claim = replace(claim, part=None, strip_errors=False)
+        if claim.strip_errors:
+            return self.strip(claim, job, shard)
+        left = sorted(shard.rows_wanted - (shard.rows if current else set()))
         rows = data.draw(st.lists(st.sampled_from(left), unique=True)) if left else []
         how = data.draw(st.sampled_from(["checkpoint", "requeue", "complete"]))
         if how == "complete":
             rows = left
-        if not current:
-            claim = replace(claim, part=None)
+        bad = set(data.draw(st.lists(st.sampled_from(rows), unique=True))) if rows else set()
+        return self.write(claim, rows, bad, how, publish) or multiple()
+
+    def write(
+        self, claim: ShardClaim, rows: list[int], bad: set[int], how: str, publish: bool
+    ) -> ShardClaim | None:
+        """Commits rows, those in `bad` as errors; the claim if it goes on."""
+        job, shard = self.find(claim)
+        current = self.is_current(claim)
+        results = [replace(build_results(9 if row in bad else 0)[0], row_index=row) for row in rows]
+        part = write_attempt(job.storage, claim, results, SCHEMA, SOURCES, "parquet")
         flags = {} if how == "checkpoint" else {how: True}
-        newer = commit_rows(self.store, self.storage, claim, *rows, publish=publish, **flags)
-        assert (newer is not None) == current
-        if newer is None:
-            return multiple()
+        assert self.store.commit_shard(claim, part, *count_results(results), **flags) == current
+        if not current:
+            return None
+        if publish:
+            publish_part(job.storage, self.store, claim.shard_id, part)
+        else:
+            self.paused.append((job, claim.shard_id, part))
         shard.rows |= set(rows)
-        if newer.part is not None and not publish:
-            self.paused.append((newer.shard_id, newer.part))
+        shard.errors |= bad
         shard.lease_until = self.clock.now + 60
         shard.state = {"checkpoint": "running", "requeue": "queued", "complete": "done"}[how]
-        return newer if how == "checkpoint" else multiple()
+        return replace(claim, part=part) if how == "checkpoint" else None
+
+    def strip(self, claim: ShardClaim, job: JobModel, shard: ShardModel) -> ShardClaim:
+        job.storage.delete(MANIFEST_NAME)
+        part, counts, stats = strip_errors(job.storage, claim, SCHEMA, SOURCES, "parquet")
+        assert self.store.commit_shard(claim, part, counts, stats, clear_strip=True)
+        publish_part(job.storage, self.store, claim.shard_id, part)
+        shard.rows -= shard.errors
+        shard.errors, shard.strip, shard.lease_until = set(), False, self.clock.now + 60
+        return replace(claim, part=part, strip_errors=False)
 
     @rule(claim=consumes(claims))
     def fail(self, claim: ShardClaim) -> None:
         current = self.is_current(claim)
         assert self.store.fail_shard(claim, "no luck") == current
         if current:
-            self.model[claim.range.shard_index].state = "failed"
+            self.find(claim)[1].state = "failed"
+
+    @rule(which=WHICH)
+    def cancel(self, which: int) -> None:
+        job = self.models[which]
+        assert self.store.stop_job(job.job.job_id, JobState.CANCELLED) == (job.state == "in_progress")
+        if job.state == "in_progress":
+            job.state, job.stopping_as = "cancelling", "cancelled"
 
     @rule()
-    def cancel(self) -> None:
-        self.store.request_cancel(self.job.job_id)
-        if self.state == "in_progress":
-            self.state = "cancelling"
-        cancelled = self.store.finish_cancel(self.job.job_id)
-        if self.state == "cancelling":
-            for shard in self.model:
-                lapsed = shard.state == "running" and shard.lease_until < self.clock.now
-                if shard.state == "queued" or lapsed:
-                    shard.state = "cancelled"
-            if all(shard.state != "running" for shard in self.model):
-                self.state = "cancelled"
-        assert cancelled == (self.state == "cancelled")
+    def expire(self) -> None:
+        late = [
+            job for job in self.models if job.state == "in_progress" and job.deadline_at <= self.clock.now
+        ]
+        assert self.store.expire_jobs() == [job.job.job_id for job in late]
+        for job in late:
+            job.state, job.stopping_as = "cancelling", "expired"
 
     @rule()
-    def resume(self) -> None:
-        self.store.resume_job(self.job.job_id)
-        if self.state in ("cancelled", "failed"):
-            self.state = "in_progress"
-            for shard in self.model:
-                if shard.state in ("cancelled", "failed"):
-                    shard.state = "queued"
+    def drain(self) -> None:
+        ended = set(self.store.drain_stopped())
+        for job in self.models:
+            if job.state == "cancelling":
+                for index in job.free(self.clock.now):
+                    job.shards[index].state = "cancelled"
+                is_over = all(shard.state != "running" for shard in job.shards)
+                job.state = job.stopping_as if is_over else "cancelling"
+                assert (job.job.job_id in ended) == is_over
 
-    @rule(owner=st.sampled_from([ELSEWHERE, OTHER_PLACE]))
-    def finalize(self, owner) -> None:  # type: ignore[no-untyped-def]
-        state = finalize_job(self.store, self.storage, self.job.job_id, owner)
-        if self.state == "in_progress" and all(shard.state in ("done", "failed") for shard in self.model):
-            done = all(shard.state == "done" for shard in self.model)
-            self.state = "completed" if done else "failed"
-        assert state == JobState(self.state)
+    @rule(which=WHICH)
+    def resume(self, which: int) -> None:
+        job = self.models[which]
+        self.store.resume_job(job.job.job_id)
+        if job.state in ENDED and job.state != "completed":
+            job.reopen(self.clock.now, errors=False)
+
+    @rule(which=WHICH)
+    def retry(self, which: int) -> None:
+        job = self.models[which]
+        if job.state in ENDED and job.errors:
+            assert self.store.retry_failed(job.job.job_id) == len(job.errors)
+            job.reopen(self.clock.now, errors=True)
+            return
+        with pytest.raises(RefusedError):
+            self.store.retry_failed(job.job.job_id)
+
+    @rule(which=WHICH, owner=OWNERS)
+    def finalize(self, which, owner) -> None:  # type: ignore[no-untyped-def]
+        self.end(which, owner)
+
+    def end(self, which: int, owner: Owner) -> None:
+        job = self.models[which]
+        is_over = job.state == "in_progress" and all(
+            shard.state in ("done", "failed") for shard in job.shards
+        )
+        assert (job.job.job_id in self.store.jobs_to_finalize()) == is_over
+        state = finalize_job(self.store, job.storage, job.job.job_id, owner)
+        if is_over:
+            done = all(shard.state == "done" for shard in job.shards)
+            job.state = "completed" if done else "failed"
+        assert state == JobState(job.state)
 
     @rule()
     def wake_paused_publishers(self) -> None:
-        for shard_id, part in self.paused:
-            self.storage.rename(part.attempt, part.path)
+        for job, shard_id, part in self.paused:
+            job.storage.publish(part.attempt, part.path)
             self.store.mark_published(shard_id, part)
 
-    @rule()
-    def redo(self) -> None:
-        redo_publications(self.storage, self.store, self.job.job_id)
-        assert read_rows(self.folder / "out") == sorted(set().union(*(shard.rows for shard in self.model)))
+    @rule(which=WHICH)
+    def redo(self, which: int) -> None:
+        job = self.models[which]
+        redo_publications(job.storage, self.store, job.job.job_id)
+        assert read_rows(job.folder) == sorted(job.rows)
 
     @invariant()
     def only_committed_rows_are_seen_and_each_once(self) -> None:
-        seen = read_rows(self.folder / "out")
-        assert seen == sorted(set(seen))
-        assert set(seen) <= set().union(*(shard.rows for shard in self.model))
+        for job in self.models:
+            seen = read_rows(job.folder)
+            assert seen == sorted(set(seen))
+            assert set(seen) <= job.rows
 
     @invariant()
     def rows_are_completions_and_errors_and_not_run(self) -> None:
-        status = self.store.status(self.job.job_id)
-        counted = sum(len(shard.rows) for shard in self.model)
-        assert status.completed + status.failed == counted == status.rows - status.not_run
-        assert status.state == self.state
-        if self.state == "completed":
-            assert self.storage.size("_manifest.json") and status.not_run == 0
+        for job in self.models:
+            status = self.store.status(job.job.job_id)
+            assert (status.completed, status.failed) == (len(job.rows - job.errors), len(job.errors))
+            assert status.completed + status.failed + status.not_run == status.rows
+            assert status.errors_by_code == ({"null_value": len(job.errors)} if job.errors else {})
+            assert status.state == job.state
+            if job.state == "completed":
+                assert job.storage.size(MANIFEST_NAME) and status.not_run == 0
 
 
-# No shrinking: a failing history of 25 steps is short enough, and shrinking it takes minutes.
+# No shrinking: it takes minutes, and a failing history of 30 steps is short enough.
 SHORT = settings(
     max_examples=20,
-    stateful_step_count=25,
+    stateful_step_count=30,
     deadline=None,
     phases=[Phase.reuse, Phase.generate],
     suppress_health_check=list(HealthCheck),
@@ -202,4 +297,4 @@ class TestShortHistories(StoreMachine.TestCase):
 class TestLongHistories(StoreMachine.TestCase):
     """Runs in `make test-long`."""
 
-    settings = settings(SHORT, max_examples=200, stateful_step_count=50)
+    settings = settings(SHORT, max_examples=200, stateful_step_count=60)

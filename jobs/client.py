@@ -1,0 +1,175 @@
+"""Gristmill from Python: submit a job to the workers, follow it, read its results.
+
+Everything goes through the job database; the broker is only rung. A job is named by its id or its output. Without
+`database_url` and `broker_url` GRISTMILL_DATABASE_URL and GRISTMILL_BROKER_URL hold. Errors are those of jobs.errors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jobs.broker import CONTROL_QUEUE, PLAN_JOB, Bell, broker_url, has_broker
+from jobs.database import database_url as to_database_url
+from jobs.errors import RefusedError, StoreUnavailable
+from jobs.records import JobRecord, JobStatus, Submitted
+from jobs.spec import JobSpec, load_spec
+from jobs.states import TERMINAL_JOB_STATES, JobState
+from jobs.store import Store, open_store
+
+if TYPE_CHECKING:
+    import pyarrow.dataset as ds
+
+POLL_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+def submit(
+    *,
+    idempotency_key: str | None = None,
+    database_url: str | None = None,
+    broker_url: str | None = None,
+    **fields: Any,
+) -> str:
+    """Submits a job of these fields of JobSpec and returns its id; the same key again returns the same job.
+
+    `model` is the name that workers give to a model. The job is in the database when this returns: where the
+    broker is down (a warning in the log) workers find it by themselves.
+    """
+    spec = load_spec(fields)
+    with open_store(to_database_url(database_url)) as store:
+        return submit_spec(store, spec, idempotency_key, broker_url).job.job_id
+
+
+def submit_spec(store: Store, spec: JobSpec, key: str | None, broker: str | None) -> Submitted:
+    """The job first, then the bell. A broker URL that can't be right is refused before anything is written."""
+    if has_broker(broker):
+        broker_url(broker)
+    submitted = store.submit_job(to_absolute(spec), key)
+    if submitted.is_new:
+        ring_once(broker, PLAN_JOB, [submitted.job.job_id], CONTROL_QUEUE, spec.priority)
+    return submitted
+
+
+def status(job: str, *, database_url: str | None = None) -> JobStatus:
+    """The job's state and figures."""
+    with open_store(to_database_url(database_url)) as store:
+        return store.status(find_job(store, job).job_id)
+
+
+def wait(
+    job: str,
+    timeout_s: float | None = None,
+    poll_s: float = POLL_S,
+    on_progress: Callable[[JobStatus], None] | None = None,
+    *,
+    database_url: str | None = None,
+) -> JobStatus:
+    """The job's status once it is over, whatever its end; `on_progress` gets every status until then.
+
+    A database that does not answer for a while is waited for. Raises TimeoutError after timeout_s.
+    """
+    with open_store(to_database_url(database_url)) as store:
+        return wait_for_job(store, find_job(store, job).job_id, timeout_s, poll_s, on_progress)
+
+
+def wait_for_job(
+    store: Store,
+    job_id: str,
+    timeout_s: float | None = None,
+    poll_s: float = POLL_S,
+    on_progress: Callable[[JobStatus], None] | None = None,
+) -> JobStatus:
+    """`wait` on a store that is open."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    is_answering = True
+    state = "unknown"
+    while True:
+        try:
+            found = store.status(job_id)
+        except StoreUnavailable as error:
+            if is_answering:
+                logger.warning("waits for the database: %s", error)
+            is_answering = False
+        else:
+            is_answering, state = True, found.state
+            if on_progress is not None:
+                on_progress(found)
+            if found.state in TERMINAL_JOB_STATES:
+                return found
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(
+                    f"job {job_id} is {state} after {timeout_s:g} s; it goes on, wait again for its end"
+                )
+            time.sleep(min(poll_s, left_s))
+        else:
+            time.sleep(poll_s)
+
+
+def cancel(job: str, *, database_url: str | None = None) -> JobState:
+    """Stops the job; what is done stays. Returns the state: cancelling while workers hand back their rows."""
+    with open_store(to_database_url(database_url)) as store:
+        return cancel_job(store, find_job(store, job).job_id)
+
+
+def cancel_job(store: Store, job_id: str) -> JobState:
+    """`cancel` on a store that is open."""
+    state = store.request_cancel(job_id)
+    if state is JobState.CANCELLING and store.finish_cancel(job_id):
+        return JobState.CANCELLED
+    return state
+
+
+def results(job: str, *, database_url: str | None = None) -> ds.Dataset:
+    """The job's committed rows, completions and errors, as a pyarrow dataset over its part files."""
+    from jobs.part_dataset import load_dataset
+
+    with open_store(to_database_url(database_url)) as store:
+        return load_dataset(store, find_job(store, job))
+
+
+def acknowledge(job: str, *, database_url: str | None = None) -> bool:
+    """Says that the end of the job was heard of: its on_complete task is not called again."""
+    with open_store(to_database_url(database_url)) as store:
+        return store.acknowledge(find_job(store, job).job_id)
+
+
+def find_job(store: Store, reference: str) -> JobRecord:
+    """The job that the reference names: an id, the beginning of one, or an output. Raises RefusedError."""
+    job = store.find_job(reference)
+    if job is None:
+        raise RefusedError(f"no job {reference!r} in this database: `gristmill list` shows those there are")
+    return job
+
+
+def ring_once(broker: str | None, task: str, args: list[Any], queue: str, priority: str = "normal") -> bool:
+    """One doorbell from a process that sends no others; False without a broker, or when it does not answer."""
+    if not has_broker(broker):
+        return False
+    bell = Bell(broker_url(broker))
+    try:
+        return bell.ring(task, args, queue, priority)
+    finally:
+        bell.close()
+
+
+def to_absolute(spec: JobSpec) -> JobSpec:
+    """The spec with its local paths made absolute: workers have other working folders."""
+    places: Mapping[str, Any] = {
+        "input": [_to_absolute(place) for place in spec.input],
+        "output": _to_absolute(spec.output),
+    }
+    return spec.model_copy(update=dict(places))
+
+
+def _to_absolute(place: str) -> str:
+    """A trailing slash, which says folder, stays."""
+    if "://" in place:
+        return place
+    return os.path.abspath(place) + ("/" if place.endswith("/") and place.strip("/") else "")

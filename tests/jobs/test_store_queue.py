@@ -1,0 +1,187 @@
+"""Which shard of which job a worker gets next, and what it hears about the jobs it works on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs.owner import current_owner
+from jobs.records import Signal
+from jobs.states import JobState
+from jobs.storage import Storage
+from jobs.store import Store
+from tests.jobs.cases import (
+    ELSEWHERE,
+    OFFER,
+    OTHER_PLACE,
+    Clock,
+    claim_next,
+    commit_rows,
+    dead_owner,
+    finish_shard,
+    submit_job,
+)
+
+
+def test_the_lowest_shard_comes_first_and_each_once(store: Store, out: Path) -> None:
+    job = submit_job(store, out, 4, 4, 2)
+    claims = [claim_next(store) for _ in range(3)]
+    assert [claim.range.first_row for claim in claims] == [0, 4, 8]
+    assert {claim.job_id for claim in claims} == {job.job_id}
+    assert store.claim_next(OFFER, OTHER_PLACE) is None
+    assert not store.has_work(OFFER)
+
+
+def test_a_higher_priority_comes_first(store: Store, clock: Clock, tmp_path: Path) -> None:
+    jobs = {}
+    for priority in ("low", "normal", "high"):
+        jobs[priority] = submit_job(store, tmp_path / priority, 1, 1, priority=priority).job_id
+        clock.now += 1
+    order = [claim_next(store).job_id for _ in range(6)]
+    assert order == [jobs[name] for name in ("high", "high", "normal", "normal", "low", "low")]
+
+
+def test_a_long_job_does_not_starve_a_short_one(store: Store, clock: Clock, tmp_path: Path) -> None:
+    long = submit_job(store, tmp_path / "long", *[1] * 10)
+    assert [claim_next(store).job_id for _ in range(3)] == [long.job_id] * 3
+    clock.now += 1
+    short = submit_job(store, tmp_path / "short", 1, 1)
+    assert [claim_next(store).job_id for _ in range(3)] == [short.job_id, short.job_id, long.job_id]
+
+
+def test_equal_jobs_share_the_workers(store: Store, clock: Clock, tmp_path: Path) -> None:
+    first = submit_job(store, tmp_path / "a", 1, 1, 1)
+    clock.now += 1
+    second = submit_job(store, tmp_path / "b", 1, 1, 1)
+    order = [claim_next(store).job_id for _ in range(4)]
+    assert order == [first.job_id, second.job_id] * 2
+
+
+def test_a_warm_prefix_decides_between_equal_jobs(store: Store, clock: Clock, tmp_path: Path) -> None:
+    submit_job(store, tmp_path / "a", 1, prefix_key="cold")
+    clock.now += 1
+    warm = submit_job(store, tmp_path / "b", 1, prefix_key="warm")
+    assert claim_next(store, warm=["warm"]).job_id == warm.job_id
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "other"}, {"dtypes": ("bfloat16",)}, {"dtypes": ()}], ids=["name", "dtype", "none"]
+)
+def test_a_model_that_a_job_did_not_ask_for_gets_nothing(
+    store: Store, out: Path, change: dict[str, object]
+) -> None:
+    submit_job(store, out, 4)
+    offer = OFFER._replace(**change)
+    assert not store.has_work(offer)
+    assert store.claim_next(offer, ELSEWHERE) is None
+
+
+def test_the_first_claim_pins_the_fingerprint(store: Store, out: Path) -> None:
+    job = submit_job(store, out, 4, 4)
+    other = OFFER._replace(fingerprint="e" * 32)
+    assert store.has_work(other)
+    claim_next(store)
+    assert store.load_job(job.job_id).fingerprint == OFFER.fingerprint
+    assert not store.has_work(other)
+    assert store.claim_next(other, OTHER_PLACE) is None
+    assert claim_next(store, OTHER_PLACE).range.shard_index == 1
+
+
+def test_a_job_does_not_start_before_its_time_or_after_its_deadline(
+    store: Store, clock: Clock, out: Path
+) -> None:
+    submit_job(store, out, 4, not_before="60s", deadline="120s")
+    assert not store.has_work(OFFER)
+    assert store.claim_next(OFFER, ELSEWHERE) is None
+    assert store.wanted_models() == []
+    clock.now += 60
+    assert store.has_work(OFFER)
+    assert store.wanted_models() == [("null", "auto")]
+    clock.now += 60
+    assert store.claim_next(OFFER, ELSEWHERE) is None
+
+
+def test_only_jobs_in_progress_give_shards(store: Store, out: Path) -> None:
+    job = submit_job(store, out)
+    assert store.claim_next(OFFER, ELSEWHERE) is None
+    store.refuse_plan(job.job_id, "no")
+    assert store.claim_next(OFFER, ELSEWHERE) is None
+
+
+def test_the_shard_of_a_dead_worker_comes_before_later_ones(store: Store, clock: Clock, out: Path) -> None:
+    submit_job(store, out, 4, 4, 4)
+    dead = claim_next(store, dead_owner())
+    again = claim_next(store, current_owner())
+    assert (again.shard_id, again.fence) == (dead.shard_id, 2)
+    lapsed = claim_next(store, ELSEWHERE)
+    clock.now += 50
+    store.heartbeat([again], {})
+    clock.now += 11
+    assert claim_next(store, OTHER_PLACE).shard_id == lapsed.shard_id
+    assert claim_next(store, OTHER_PLACE).range.shard_index == 2
+    assert store.heartbeat([lapsed], {}).lost_shard_ids == {lapsed.shard_id}
+
+
+def test_a_job_whose_last_shard_was_abandoned_has_work(store: Store, clock: Clock, out: Path) -> None:
+    submit_job(store, out, 4)
+    claim_next(store)
+    assert not store.has_work(OFFER)
+    clock.now += 61
+    assert store.has_work(OFFER)
+    assert store.wanted_models() == [("null", "auto")]
+
+
+def test_a_heartbeat_tells_of_each_job(store: Store, clock: Clock, tmp_path: Path) -> None:
+    first, second = (submit_job(store, tmp_path / name, 4) for name in "ab")
+    claims = [claim_next(store), claim_next(store)]
+    store.request_cancel(second.job_id)
+    clock.now += 50
+    beat = store.heartbeat(claims, {})
+    assert beat.signal_by_job == {first.job_id: Signal.CONTINUE, second.job_id: Signal.CANCEL}
+    assert beat.lost_shard_ids == frozenset()
+    clock.now += 50
+    assert store.claim_next(OFFER, OTHER_PLACE) is None, "the leases were renewed"
+    assert store.touch_jobs([first.job_id, second.job_id, "job_gone"], ELSEWHERE) == {
+        first.job_id: Signal.CONTINUE,
+        second.job_id: Signal.CANCEL,
+        "job_gone": Signal.CANCEL,
+    }
+
+
+def test_the_time_of_two_workers_passes_once(store: Store, storage: Storage, clock: Clock, out: Path) -> None:
+    job = submit_job(store, out, 10, 10)
+    clock.now += 500
+    claims = [claim_next(store, ELSEWHERE), claim_next(store, OTHER_PLACE)]
+    for _ in range(10):
+        clock.now += 1
+        for claim in claims:
+            store.heartbeat([claim], {})
+    finish_shard(store, storage, claims[0])
+    assert store.status(job.job_id).elapsed_s == 10
+
+
+def test_a_pause_without_workers_is_no_active_time(store: Store, clock: Clock, out: Path) -> None:
+    job = submit_job(store, out, 4, 4)
+    claim = claim_next(store)
+    clock.now += 10
+    store.heartbeat([claim], {})
+    store.release_shard(claim)
+    clock.now += 10_000
+    claim = claim_next(store)
+    clock.now += 5
+    store.heartbeat([claim], {})
+    assert store.status(job.job_id).elapsed_s == 15
+
+
+def test_a_requeued_shard_keeps_its_rows_for_the_next_worker(
+    store: Store, storage: Storage, out: Path
+) -> None:
+    job = submit_job(store, out, 6)
+    commit_rows(store, storage, claim_next(store, ELSEWHERE), 0, 3, requeue=True)
+    again = claim_next(store, OTHER_PLACE)
+    assert again.part is not None and again.part.rows == 2
+    finish_shard(store, storage, again)
+    assert store.status(job.job_id).completed == 6
+    assert store.load_job(job.job_id).state == JobState.IN_PROGRESS
+    assert store.jobs_to_finalize() == [job.job_id]

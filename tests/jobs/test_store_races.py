@@ -1,0 +1,190 @@
+"""Many processes and threads at one database: no shard twice, one winner of every step, no locked database."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+
+from jobs.models import attempts
+from jobs.owner import current_owner
+from jobs.spec import JobSpec
+from jobs.states import JobState
+from jobs.stats import JobStats, ShardCounts
+from jobs.store import Store, open_store
+from tests.jobs.cases import OFFER, SOURCES, build_pieces, start_job, submit_job
+
+CLAIMING = """
+import sys
+from jobs.owner import current_owner
+from jobs.stats import JobStats, ShardCounts
+from jobs.store import open_store
+from tests.jobs.cases import OFFER
+with open_store(sys.argv[1]) as store:
+    store.register_worker(sys.argv[2], current_owner(), [], "1")
+    while claim := store.claim_next(OFFER, current_owner()):
+        store.heartbeat([claim], {})
+        if claim.range.shard_index % 3 == 0 and claim.fence == 1:
+            assert store.release_shard(claim)
+            continue
+        assert store.commit_shard(claim, None, ShardCounts(), JobStats(), complete=True)
+        store.beat_worker(sys.argv[2], [], 1, 1)
+        print(claim.job_id, claim.range.shard_index)
+"""
+
+
+def at_once(number: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `number` threads return that do `work` at the same moment; the first error is raised."""
+    results: list[Any] = [None] * number
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(number)
+
+    def run(index: int) -> None:
+        try:
+            barrier.wait()
+            results[index] = work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def test_processes_take_every_shard_of_every_job_once(
+    store_url: str, tmp_path: Path, repo_root: Path
+) -> None:
+    with open_store(store_url) as store:
+        job_ids = [submit_job(store, tmp_path / f"{n}", *[0] * 12).job_id for n in range(3)]
+    command = [sys.executable, "-W", "error", "-c", CLAIMING, store_url]
+    children = [
+        subprocess.Popen(
+            [*command, f"w{number}"],
+            cwd=repo_root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    outputs = [child.communicate(timeout=120) for child in children]
+    assert [errors for _, errors in outputs] == [""] * 4
+    done = Counter(line for output, _ in outputs for line in output.splitlines())
+    assert done == Counter(f"{job_id} {index}" for job_id in job_ids for index in range(12))
+    with open_store(store_url) as store:
+        assert sorted(store.jobs_to_finalize()) == sorted(job_ids)
+        assert {store.load_job(job_id).fingerprint for job_id in job_ids} == {OFFER.fingerprint}
+        with store._read() as (connection, _):
+            outcomes = Counter(connection.scalars(select(attempts.c.outcome)))
+    assert outcomes == {"done": 36, "requeued": 12}
+
+
+def test_one_key_submitted_at_once_is_one_job(store: Store, out: Path) -> None:
+    spec = JobSpec(input=["x"], output=str(out), model="null")
+    found = at_once(8, lambda _: store.submit_job(spec, "key-1"))
+    assert len({submitted.job.job_id for submitted in found}) == 1
+    assert [submitted.is_new for submitted in found].count(True) == 1
+
+
+def test_one_of_many_planners_plans_and_one_starts(store: Store, out: Path) -> None:
+    job = submit_job(store, out)
+    claimed = at_once(6, lambda _: store.claim_plan(job.job_id, current_owner()))
+    assert sum(found is not None for found in claimed) == 1
+    assert at_once(6, lambda _: start_job(store, job, *[1] * 50)).count(True) == 1
+    assert store.status(job.job_id).shards == {"queued": 50}
+
+
+def test_the_last_of_many_pieces_is_seen(store: Store, out: Path) -> None:
+    job = submit_job(store, out)
+    store.save_pieces(job.job_id, SOURCES, [], b"", "i", build_pieces(8))
+    assert True in at_once(8, lambda index: store.save_piece(job.job_id, index, "[]"))
+    assert store.unplanned_pieces(job.job_id) == []
+
+
+def test_one_of_two_fingerprints_wins(store: Store, out: Path) -> None:
+    job = submit_job(store, out, *[1] * 8)
+    offers = [OFFER, OFFER._replace(fingerprint="e" * 32)]
+    claims = at_once(8, lambda index: store.claim_next(offers[index % 2], current_owner()))
+    fingerprint = store.load_job(job.job_id).fingerprint
+    won = [offers[index % 2].fingerprint for index, claim in enumerate(claims) if claim is not None]
+    assert won and set(won) == {fingerprint}
+
+
+def test_a_stop_among_claims_ends_with_nothing_running(store: Store, out: Path) -> None:
+    job = submit_job(store, out, *[0] * 30)
+
+    def work(index: int) -> None:
+        if index == 0:
+            store.stop_job(job.job_id, JobState.CANCELLED)
+            store.drain_stopped()
+            return
+        while claim := store.claim_next(OFFER, current_owner()):
+            complete = claim.range.shard_index % 2 == 0
+            store.commit_shard(
+                claim, None, ShardCounts(), JobStats(), complete=complete, requeue=not complete
+            )
+
+    at_once(6, work)
+    store.drain_stopped()
+    status = store.status(job.job_id)
+    assert status.state == "cancelled"
+    assert set(status.shards) <= {"done", "cancelled"} and sum(status.shards.values()) == 30
+
+
+def test_drains_and_resumes_at_once_leave_a_job_that_can_end(store: Store, out: Path) -> None:
+    job = submit_job(store, out, *[0] * 20)
+    store.stop_job(job.job_id, JobState.CANCELLED)
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            if index % 2:
+                store.drain_stopped()
+            else:
+                store.resume_job(job.job_id)
+
+    at_once(6, work)
+    state = store.load_job(job.job_id).state
+    shards = store.status(job.job_id).shards
+    assert (state, shards) in [
+        (JobState.IN_PROGRESS, {"queued": 20}),
+        (JobState.CANCELLED, {"cancelled": 20}),
+    ]
+
+
+def test_stops_and_resumes_at_once_each_count_once(store: Store, out: Path) -> None:
+    job = submit_job(store, out, 1)
+    at_once(4, lambda _: store.stop_job(job.job_id, JobState.EXPIRED))
+    assert sum(len(ended) for ended in at_once(4, lambda _: store.drain_stopped())) == 1
+    assert at_once(4, lambda _: store.resume_job(job.job_id)) == [JobState.IN_PROGRESS] * 4
+    assert store.status(job.job_id).shards == {"queued": 1}
+
+
+def test_one_of_many_senders_sends_a_notice(store: Store, out: Path) -> None:
+    job = submit_job(store, out, on_complete="task")
+    store.refuse_plan(job.job_id, "no")
+    assert at_once(6, lambda _: store.notice_sent(job.job_id, 1)).count(True) == 1
+
+
+def test_stats_of_shards_done_at_once_add_up(store: Store, out: Path) -> None:
+    job = submit_job(store, out, *[0] * 24)
+    stats = JobStats(finish_reasons={"stop": 1})
+
+    def work(_: int) -> None:
+        while claim := store.claim_next(OFFER, current_owner()):
+            assert store.commit_shard(claim, None, ShardCounts(), stats, complete=True)
+
+    at_once(6, work)
+    assert store.status(job.job_id).finish_reasons == {"stop": 24}
+    finalizers = at_once(6, lambda _: store.jobs_to_finalize())
+    assert finalizers == [[job.job_id]] * 6

@@ -1,0 +1,165 @@
+"""What upkeep finds to do: jobs to finalize, notices to send; and which workers there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jobs.finalize import finalize_job
+from jobs.owner import current_owner
+from jobs.records import Notice, WorkerModel
+from jobs.states import JobState
+from jobs.storage import Storage
+from jobs.store import Store
+from tests.jobs.cases import (
+    ELSEWHERE,
+    OTHER_PLACE,
+    Clock,
+    claim_next,
+    create_job,
+    dead_owner,
+    finish_shard,
+    run_queue,
+    submit_job,
+)
+
+NULL = WorkerModel("null", "f" * 32, "float32", True)
+OTHER = WorkerModel("other", "e" * 32, "bfloat16", False)
+
+
+def test_a_job_is_finalized_once_its_last_shard_ended(
+    store: Store, storage: Storage, clock: Clock, tmp_path: Path, out: Path
+) -> None:
+    job = submit_job(store, out, 2, 2, 2)
+    submit_job(store, tmp_path / "planning")
+    finish_shard(store, storage, claim_next(store))
+    store.fail_shard(claim_next(store), "no luck")
+    last = claim_next(store)
+    assert store.jobs_to_finalize() == []
+    finish_shard(store, storage, last)
+    assert store.jobs_to_finalize() == [job.job_id]
+    assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.FAILED
+    assert store.jobs_to_finalize() == []
+
+
+def test_a_finalizer_that_is_gone_is_followed(
+    store: Store, storage: Storage, clock: Clock, out: Path
+) -> None:
+    job = submit_job(store, out, 2)
+    run_queue(store, storage)
+    assert store.claim_finalize(job.job_id, ELSEWHERE)
+    assert store.jobs_to_finalize() == []
+    clock.now += 61
+    assert store.jobs_to_finalize() == [job.job_id]
+    assert store.claim_finalize(job.job_id, dead_owner())
+    assert store.jobs_to_finalize() == [job.job_id]
+    assert store.claim_finalize(job.job_id, current_owner())
+    assert store.jobs_to_finalize() == []
+
+
+def test_the_submitter_hears_of_the_end_until_it_says_so(
+    store: Store, storage: Storage, clock: Clock, out: Path
+) -> None:
+    job = submit_job(store, out, 10, on_complete="pipeline.done@mine", key="key-1")
+    assert store.due_notices() == []
+    run_queue(store, storage)
+    finalize_job(store, storage, job.job_id, ELSEWHERE)
+    (notice,) = store.due_notices()
+    assert notice == Notice(
+        job.job_id,
+        "pipeline.done",
+        "mine",
+        1,
+        {
+            "job_id": job.job_id,
+            "state": "completed",
+            "message": None,
+            "output": str(out),
+            "rows": 10,
+            "completed": 9,
+            "failed": 1,
+            "skipped": 0,
+            "not_run": 0,
+            "idempotency_key": "key-1",
+        },
+    )
+    for number, delay in enumerate((15, 60, 300, 1800, 7200, 43200), start=1):
+        assert [due.number for due in store.due_notices()] == [number]
+        assert store.notice_sent(job.job_id, number)
+        assert not store.notice_sent(job.job_id, number), "one of two senders wins"
+        clock.now += delay - 1
+        assert store.due_notices() == []
+        clock.now += 1
+    assert store.notice_sent(job.job_id, 7)
+    clock.now += 10**9
+    assert store.due_notices() == []
+    assert not store.acknowledge(job.job_id)
+
+
+def test_an_acknowledged_notice_is_not_sent_again(
+    store: Store, storage: Storage, clock: Clock, out: Path
+) -> None:
+    job = submit_job(store, out, 10, on_complete="pipeline.done")
+    assert not store.acknowledge(job.job_id), "nothing was sent yet"
+    run_queue(store, storage)
+    finalize_job(store, storage, job.job_id, ELSEWHERE)
+    assert store.due_notices()[0].queue == "gristmill.callbacks"
+    store.notice_sent(job.job_id, 1)
+    assert store.acknowledge(job.job_id)
+    clock.now += 10**6
+    assert store.due_notices() == []
+    store.retry_failed(job.job_id)
+    run_queue(store, storage)
+    finalize_job(store, storage, job.job_id, ELSEWHERE)
+    assert store.due_notices()[0].number == 1, "the retry has an end of its own"
+
+
+def test_every_kind_of_end_is_told(store: Store, clock: Clock, tmp_path: Path) -> None:
+    cancelled = submit_job(store, tmp_path / "a", 4, on_complete="t")
+    store.request_cancel(cancelled.job_id)
+    store.drain_stopped()
+    refused = submit_job(store, tmp_path / "b", on_complete="t")
+    store.refuse_plan(refused.job_id, "no such file")
+    replaced = submit_job(store, tmp_path / "c", 4, on_complete="t")
+    clock.now += 1
+    store.take_over_output(submit_job(store, tmp_path / "c").job_id)
+    submit_job(store, tmp_path / "d", 4)
+    told = {notice.job_id: notice.payload["state"] for notice in store.due_notices()}
+    assert told == {cancelled.job_id: "cancelled", refused.job_id: "failed", replaced.job_id: "cancelled"}
+    store.resume_job(cancelled.job_id)
+    assert cancelled.job_id not in {notice.job_id for notice in store.due_notices()}
+
+
+def test_local_jobs_tell_nobody(store: Store, storage: Storage, out: Path) -> None:
+    job = create_job(store, out, 0, on_complete="task")
+    store.fail_job(job.job_id, "no")
+    assert store.due_notices() == []
+
+
+def test_workers_are_busy_idle_stopped_or_lost(store: Store, clock: Clock) -> None:
+    store.register_worker("w1", ELSEWHERE, [NULL, OTHER], "1.2")
+    clock.now += 1
+    store.register_worker("w2", OTHER_PLACE, [OTHER], "1.2")
+    store.register_worker("w0", dead_owner(), [NULL], "1.2")
+    assert store.beat_worker("w1", [NULL, OTHER], 2, 300)
+    workers = {worker.worker_id: worker for worker in store.list_workers()}
+    assert {name: worker.state for name, worker in workers.items()} == {
+        "w0": "lost",
+        "w1": "busy",
+        "w2": "idle",
+    }
+    assert (workers["w1"].models, workers["w1"].num_rows_in_flight) == ((NULL, OTHER), 300)
+    assert (workers["w1"].owner, workers["w1"].version) == (ELSEWHERE, "1.2")
+    store.stop_worker("w1", "the canary died")
+    clock.now += 61
+    store.register_worker("w3", OTHER_PLACE, [NULL], "1.2")
+    states = {worker.worker_id: (worker.state, worker.message) for worker in store.list_workers()}
+    assert (states["w1"], states["w2"]) == (("stopped", "the canary died"), ("lost", None))
+    assert store.known_models() == {"null": {"f" * 32}}
+
+
+def test_a_forgotten_worker_registers_again(store: Store, clock: Clock) -> None:
+    assert not store.beat_worker("w1", [NULL], 0, 0)
+    for _ in range(2):
+        store.register_worker("w1", ELSEWHERE, [NULL], "1")
+    store.register_worker("w2", ELSEWHERE, [NULL._replace(fingerprint="d" * 32)], "1")
+    assert store.known_models() == {"null": {"f" * 32, "d" * 32}}
