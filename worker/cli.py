@@ -1,24 +1,23 @@
 """The `gristmill` command: turns words into a JobSpec or a job reference and calls the part that does it.
 
-Imports nothing heavy at module level, and never torch: `gristmill status` answers at once.
+Imports nothing heavy at module level, and never torch: `gristmill status` answers at once. The commands of the
+queue are in cli_queue.py.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 
-from worker.console import EXIT_FAILED, UsageRefused, print_out, run_guarded, to_json
-
-if TYPE_CHECKING:
-    from jobs.records import JobRecord
-    from jobs.spec import JobSpec
-    from jobs.store import Store
+from worker import cli_options as options
+from worker.cli_options import AsJson, BrokerUrl, DatabaseUrl, JobReference, build_spec, load_job, open_jobs
+from worker.cli_queue import add_queue_commands
+from worker.console import EXIT_FAILED, print_out, run_guarded, to_json
+from worker.version import load_version
 
 app = typer.Typer(
     name="gristmill",
@@ -28,16 +27,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-
-DatabaseUrl = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="Job database; else GRISTMILL_DATABASE_URL, else SQLite in the user's state folder.",
-    ),
-]
-JobReference = Annotated[str, typer.Argument(metavar="JOB|DIR", help="A job's id or its output folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -54,84 +43,44 @@ def root(
 
 @app.command()
 def run(
-    input: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="INPUT", help="Files, globs or folders: .jsonl, .ndjson, .gz, .zst, .parquet."
-        ),
-    ],
-    output: Annotated[str, typer.Option(metavar="DIR", help="Folder for part-* files and _manifest.json.")],
-    model: Annotated[
-        str,
-        typer.Option(metavar="PATH", help="Hugging Face folder, GGUF file, or null: (for load tests)."),
-    ],
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEMPLATE", help="Jinja over the row's columns.")
-    ] = None,
-    prompt_file: Annotated[str | None, typer.Option(metavar="F", help="The same, read from a file.")] = None,
-    messages: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column with a chat, a list of {role, content}.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(metavar="TEMPLATE", help="System message, Jinja too.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Most output tokens a row; default: to the end of text.")
-    ] = None,
-    sampling: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|k=v,...", help="temperature, top_k, top_p, min_p...; default greedy."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="S", help="Seed of the job; default 0.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="S", help="Text at which a completion ends; repeatable.")
-    ] = None,
-    input_format: Annotated[
-        Literal["auto", "jsonl", "parquet"] | None, typer.Option(help="Default auto, by the files' names.")
-    ] = None,
-    output_format: Annotated[
-        Literal["parquet", "jsonl"] | None, typer.Option(help="Default parquet.")
-    ] = None,
-    keep: Annotated[
-        list[str] | None, typer.Option(metavar="COLUMNS", help="Input columns to copy: a,b or repeated.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", help="Only the first N rows.")] = None,
-    on_null: Annotated[
-        Literal["error", "skip", "empty"] | None,
-        typer.Option(help="A null in a column that the template prints; default error."),
-    ] = None,
-    on_too_long: Annotated[
-        Literal["error", "truncate-left", "truncate-right"] | None,
-        typer.Option(help="A prompt beyond the model's context; default error."),
-    ] = None,
-    max_errors: Annotated[
-        str | None, typer.Option(metavar="N|P%", help="Give up beyond so many failed rows; default never.")
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"] | None,
-        typer.Option(help="Default auto: bfloat16 where the machine is fast at it."),
-    ] = None,
-    if_exists: Annotated[
-        Literal["resume", "fail", "overwrite"] | None,
-        typer.Option(help="What to do with an output folder that holds a job; default resume."),
-    ] = None,
-    shard_rows: Annotated[
-        int | None, typer.Option(metavar="N", help="Rows in a shard; default about 30 seconds of work.")
-    ] = None,
+    input: options.Input,
+    output: options.Output,
+    model: options.Model,
+    prompt: options.Prompt = None,
+    prompt_file: options.PromptFile = None,
+    messages: options.Messages = None,
+    system: options.System = None,
+    max_tokens: options.MaxTokens = None,
+    sampling: options.Sampling = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    input_format: options.InputFormat = None,
+    output_format: options.OutputFormat = None,
+    keep: options.Keep = None,
+    limit: options.Limit = None,
+    on_null: options.OnNull = None,
+    on_too_long: options.OnTooLong = None,
+    max_errors: options.MaxErrors = None,
+    dtype: options.Dtype = None,
+    if_exists: options.IfExists = None,
+    shard_rows: options.ShardRows = None,
     database_url: DatabaseUrl = None,
 ) -> int:
     """Run a job on this machine. The same command again resumes it."""
     from worker.local_run import run_local
     from worker.progress import build_display
 
-    flags: dict[str, Any] = {
-        "input": input, "output": output, "model": model, "messages": messages, "system": system,
-        "prompt": load_prompt(prompt, prompt_file, messages), "max_tokens": max_tokens, "seed": seed,
-        "stop": stop, "input_format": input_format, "output_format": output_format, "limit": limit,
-        "on_null": on_null, "on_too_long": on_too_long, "max_errors": max_errors, "dtype": dtype,
-        "if_exists": if_exists, "shard_rows": shard_rows,
+    fields = {
+        "input": input, "output": output, "model": model, "prompt": prompt, "messages": messages,
+        "system": system, "max_tokens": max_tokens, "seed": seed, "stop": stop, "input_format": input_format,
+        "output_format": output_format, "limit": limit, "on_null": on_null, "on_too_long": on_too_long,
+        "max_errors": max_errors, "dtype": dtype, "if_exists": if_exists, "shard_rows": shard_rows,
     }  # fmt: skip
-    if keep:
-        flags["keep"] = [name.strip() for text in keep for name in text.split(",") if name.strip()]
-    return run_local(build_spec(flags, sampling), database_url, build_display(sys.stderr))
+    spec = build_spec(fields, sampling, prompt_file, keep)
+    return run_local(spec, database_url, build_display(sys.stderr))
+
+
+add_queue_commands(app)
 
 
 @app.command(name="list")
@@ -145,10 +94,7 @@ def list_jobs(
 
     with open_jobs(database_url) as store:
         found = [store.status(job.job_id) for job in store.list_jobs(limit)]
-    if as_json:
-        print_out(to_json([to_status_payload(job, is_live=job.owner is not None) for job in found]))
-    else:
-        print_out(to_jobs_text(found))
+    print_out(to_json([to_status_payload(job) for job in found]) if as_json else to_jobs_text(found))
 
 
 @app.command()
@@ -158,29 +104,17 @@ def status(job: JobReference, as_json: AsJson = False, database_url: DatabaseUrl
 
     with open_jobs(database_url) as store:
         found = store.status(load_job(store, job).job_id)
-    live = found.owner is not None
-    print_out(to_json(to_status_payload(found, live)) if as_json else to_status_text(found, live))
-
-
-@app.command()
-def resume(job: JobReference, database_url: DatabaseUrl = None) -> int:
-    """Go on with a job that was interrupted, cancelled or failed."""
-    from worker.local_run import resume_local
-    from worker.progress import build_display
-
-    return resume_local(job, database_url, build_display(sys.stderr))
+    print_out(to_json(to_status_payload(found)) if as_json else to_status_text(found))
 
 
 @app.command()
 def cancel(job: JobReference, database_url: DatabaseUrl = None) -> None:
     """Stop a job; what is done stays, and `resume` goes on with it."""
-    from jobs.states import JobState
+    from jobs.client import cancel_job
 
     with open_jobs(database_url) as store:
         record = load_job(store, job)
-        state = store.request_cancel(record.job_id)
-        if state == JobState.CANCELLING and store.finish_cancel(record.job_id):
-            state = JobState.CANCELLED
+        state = cancel_job(store, record.job_id)
     print_out(f"{record.job_id}: {state}")
 
 
@@ -197,63 +131,14 @@ def doctor(
     model: Annotated[str | None, typer.Option(metavar="PATH", help="Check that this model can run.")] = None,
     as_json: AsJson = False,
     database_url: DatabaseUrl = None,
+    broker_url: BrokerUrl = None,
 ) -> int:
-    """Check this machine and this installation."""
+    """Check this machine, this installation and its services."""
     from worker.doctor import run_checks, to_checks_payload, to_checks_text
 
-    checks = run_checks(model, database_url)
+    checks = run_checks(model, database_url, broker_url)
     print_out(to_json(to_checks_payload(checks)) if as_json else to_checks_text(checks))
     return EXIT_FAILED if any(check.state == "fail" for check in checks) else 0
-
-
-def build_spec(flags: dict[str, Any], sampling: str | None) -> JobSpec:
-    """The JobSpec of the flags that were given; RefusedError says which one is wrong."""
-    from jobs.spec import load_spec, parse_sampling
-
-    given = {name: value for name, value in flags.items() if value is not None}
-    if sampling is not None:
-        given["sampling"] = parse_sampling(sampling)
-    return load_spec(given)
-
-
-def load_prompt(prompt: str | None, prompt_file: str | None, messages: str | None) -> str | None:
-    """The prompt template from whichever flag holds it; at most one of the three may be given."""
-    flags = {"--prompt": prompt, "--prompt-file": prompt_file, "--messages": messages}
-    given = [flag for flag, value in flags.items() if value is not None]
-    if len(given) > 1:
-        raise UsageRefused(f"{' and '.join(given)} exclude each other: give one of them")
-    if prompt_file is None:
-        return prompt
-    try:
-        with open(prompt_file, encoding="utf-8") as file:
-            return file.read()
-    except OSError as error:
-        raise UsageRefused(f"--prompt-file {prompt_file}: {error.strerror}: give a readable file") from error
-    except UnicodeDecodeError as error:
-        message = f"--prompt-file {prompt_file} is not UTF-8 at byte {error.start}: convert it"
-        raise UsageRefused(message) from error
-
-
-def open_jobs(url: str | None) -> Store:
-    from jobs.database import database_url
-    from jobs.store import open_store
-
-    return open_store(database_url(url))
-
-
-def load_job(store: Store, reference: str) -> JobRecord:
-    """The job that the reference names: an id, the beginning of one, or an output folder."""
-    job = store.find_job(reference)
-    if job is None:
-        raise UsageRefused(f"no job {reference!r} in this database: `gristmill list` shows those there are")
-    return job
-
-
-def load_version() -> str:
-    try:
-        return version("gristmill")
-    except PackageNotFoundError:  # run from a checkout that was not installed
-        return "(not installed)"
 
 
 def run_cli(words: Sequence[str]) -> int:

@@ -1,6 +1,7 @@
 """`gristmill doctor`: looks at this machine and installation and says what would go wrong, and the remedy.
 
-Changes nothing, but that an SQLite job database is brought up to head as by every command.
+Changes nothing, but that the job database is brought up to head as by every command, and that a small
+object is written below each s3:// place in GRISTMILL_ALLOW_URIS and deleted again.
 Never imports torch: versions come from the packages' metadata.
 """
 
@@ -10,7 +11,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,30 +24,23 @@ from engine.checkpoint import load_checkpoint, resolve_dtype
 from engine.errors import EngineError
 from engine.fingerprint import fingerprint
 from engine.null_engine import is_null_url, parse_null_url
-from jobs.database import database_url, safe_url
-from jobs.errors import JobsError
-from jobs.store import open_store
+from jobs.database import database_url
+from worker.doctor_check import Check
+from worker.doctor_services import check_database, check_services
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
 MIN_MEMORY_BYTES = 2 << 30
 MIN_DISK_BYTES = 1 << 30
-LIBRARIES = ("tokenizers", "pyarrow", "sqlalchemy", "alembic", "numpy", "jinja2", "msgpack")
+LIBRARIES = (
+    *("tokenizers", "numpy", "jinja2", "msgpack", "pyarrow", "pydantic", "sqlalchemy", "alembic"),
+    *("psycopg", "celery", "redis", "boto3"),
+)
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One finding. state: ok, warn (works, but worse than it could) or fail (a job can't run)."""
-
-    name: str
-    state: str
-    detail: str
-    remedy: str = ""
-
-
-def run_checks(model: str | None, url: str | None) -> list[Check]:
-    """Every check in the order in which a person should read them."""
+def run_checks(model: str | None, url: str | None, broker: str | None = None) -> list[Check]:
+    """Every check in the order in which a person should read them; `broker` as for jobs.broker.broker_url."""
     checks = [
         check_python(sys.version_info[:3]),
         check_torch(load_package_version),
@@ -56,6 +50,7 @@ def run_checks(model: str | None, url: str | None) -> list[Check]:
         check_memory(load_available_memory_bytes()),
         check_disk(load_state_folder(url)),
         check_database(url),
+        *check_services(broker),
     ]
     return [*checks, check_model(model)] if model is not None else checks
 
@@ -133,18 +128,6 @@ def check_disk(folder: Path) -> Check:
             "disk", "warn", detail, f"free {to_size_text(MIN_DISK_BYTES)}, or set XDG_STATE_HOME elsewhere"
         )
     return Check("disk", "ok", detail)
-
-
-def check_database(url: str | None) -> Check:
-    """Opening a store brings an SQLite file up to head and refuses a schema that is newer than this code."""
-    try:
-        with open_store(database_url(url)) as store:
-            store.list_jobs(1)
-    except JobsError as error:
-        return Check(
-            "database", "fail", str(error), "set --database-url or GRISTMILL_DATABASE_URL to one that answers"
-        )
-    return Check("database", "ok", f"{safe_url(database_url(url))}, schema at head")
 
 
 def check_model(model: str) -> Check:

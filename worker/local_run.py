@@ -12,36 +12,37 @@ from dataclasses import dataclass
 
 from engine.config import EngineOptions
 from engine.errors import EngineDied
-from engine.null_engine import is_null_url
 from engine.request import EngineInfo
 from engine.tokenizer import Tokenizer, load_tokenizer
 from jobs.database import database_url as to_database_url
 from jobs.errors import RefusedError
 from jobs.finalize import finalize_job
 from jobs.owner import Owner, current_owner
-from jobs.parts import load_done_rows
 from jobs.planning import Plan
 from jobs.publishing import check_output, clear_output, redo_publications
 from jobs.records import JobRecord, JobStatus
 from jobs.spec import JobSpec, load_spec
 from jobs.states import RESUMABLE_JOB_STATES, JobState
-from jobs.storage import LocalStorage, open_storage
+from jobs.storage import Storage, open_storage
 from jobs.store import Store, open_store
-from worker.committer import Committer, OutputTarget
+from worker.committer import Committer
 from worker.console import EXIT_FAILED, EXIT_INTERRUPTED, print_error, print_out
+from worker.credit_window import credit_window
 from worker.engine_client import EngineClient
-from worker.engine_feed import LOAD_TIMEOUT_S, MAX_DEATHS, EngineFeed
+from worker.engine_feed import LOAD_TIMEOUT_S, MAX_LOAD_DEATHS, EngineFeed
 from worker.interrupts import Interrupts
+from worker.job_context import Contexts, JobContext, OutputTarget
 from worker.local_order import LocalOrder, load_order, plan_order
 from worker.prepare import Preparer
 from worker.prepare_ahead import PrepareAhead
 from worker.progress import Display
 from worker.report import to_status_text
-from worker.shard_runner import RunEnd, RunnerOptions, RunOutcome, ShardRunner
+from worker.run_outcome import RunEnd, RunnerOptions, RunOutcome
+from worker.shard_book import ShardBook
+from worker.shard_runner import ShardRunner
+from worker.shard_source import JobShards
 
-NULL_ROWS_IN_FLIGHT = 4096
 INTERRUPTED_EARLY = "interrupted before it got to work; run the same command again"
-ROWS_PER_SEQ = 4  # rows in flight per running sequence: those that wait show the batcher who shares a prefix
 
 
 def run_local(
@@ -61,7 +62,20 @@ def run_local(
 def resume_local(
     reference: str, database_url: str | None, display: Display, interrupts: Interrupts | None = None
 ) -> int:
-    """Goes on with the job of this id or output folder; the exit code."""
+    """Goes on with the local job of this id or output folder; the exit code."""
+    return _go_on_with(reference, database_url, display, interrupts, retry=False)
+
+
+def retry_local(
+    reference: str, database_url: str | None, display: Display, interrupts: Interrupts | None = None
+) -> int:
+    """Computes the failed rows of this local job again; the exit code."""
+    return _go_on_with(reference, database_url, display, interrupts, retry=True)
+
+
+def _go_on_with(
+    reference: str, database_url: str | None, display: Display, interrupts: Interrupts | None, retry: bool
+) -> int:
     with interrupts or Interrupts() as interrupts:
         try:
             with open_store(to_database_url(database_url)) as store:
@@ -75,7 +89,8 @@ def resume_local(
                         f"job {job.job_id} can't go on: its input or its model changed since it began;"
                         " put them back, or run it anew with another --output"
                     )
-                return LocalRun(store, order, display, interrupts).resume(job)
+                run = LocalRun(store, order, display, interrupts)
+                return run.retry(job) if retry else run.resume(job)
         except KeyboardInterrupt:
             print_error(INTERRUPTED_EARLY)
             return EXIT_INTERRUPTED
@@ -98,7 +113,7 @@ class LocalRun:
         self._order = order
         self._display = display
         self._interrupts = interrupts
-        self._storage: LocalStorage = open_storage(order.spec.output)
+        self._storage: Storage = open_storage(order.spec.output)
         self._owner: Owner = current_owner()
 
     def run(self) -> int:
@@ -108,6 +123,13 @@ class LocalRun:
             assert job is not None
             return self._go_on(job)
         return self._begin(job)
+
+    def retry(self, job: JobRecord) -> int:
+        """The failed rows of the job that was asked for."""
+        with self._held(job):
+            num_rows = self._store.retry_failed(job.job_id)
+        self._display.note(f"{job.job_id}: {num_rows:,} failed rows are computed again")
+        return self.resume(self._store.load_job(job.job_id))
 
     def resume(self, job: JobRecord) -> int:
         """The job that was asked for."""
@@ -190,7 +212,7 @@ class LocalRun:
                     raise KeyboardInterrupt from None
                 was_killed = died.exit_code is not None and died.exit_code < 0
                 num_deaths += 1
-                if not was_killed or num_deaths == MAX_DEATHS:
+                if not was_killed or num_deaths == MAX_LOAD_DEATHS:
                     raise
                 self._display.note(f"{died}; started again")
                 client.start()
@@ -216,17 +238,19 @@ class LocalRun:
     def _build_runner(self, status: JobStatus, engine: LoadedEngine) -> ShardRunner:
         order, storage = self._order, self._storage
         spec = order.spec
-        preparer = Preparer(
-            spec, order.sources, engine.tokenizer, order.prompt_source, engine.info, spec.keep
+        context = JobContext(
+            Preparer(spec, order.sources, engine.tokenizer, order.prompt_source, engine.info, spec.keep),
+            OutputTarget(storage, order.schema, spec.output_format, order.sources),
         )
-        window = ROWS_PER_SEQ * engine.info.max_num_seqs
+        contexts = Contexts(lambda _: context)
         return ShardRunner(
             self._store,
-            status,
+            JobShards(self._store, status.job_id, self._owner),
+            ShardBook(status),
             self._owner,
-            EngineFeed(engine.client, NULL_ROWS_IN_FLIGHT if is_null_url(spec.model) else window),
-            PrepareAhead(preparer, lambda claim: load_done_rows(storage, claim.part)),
-            Committer(self._store, OutputTarget(storage, order.schema, spec.output_format, order.sources)),
+            EngineFeed(engine.client, credit_window(spec.model, engine.info)),
+            PrepareAhead(contexts),
+            Committer(self._store, contexts),
             self._display,
             self._interrupts.should_stop,
             RunnerOptions(max_errors=spec.max_num_errors(status.rows)),

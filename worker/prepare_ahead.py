@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from jobs.errors import SourceError
+from jobs.errors import JobsError
+from jobs.parts import load_done_rows
 from jobs.records import ShardClaim
-from worker.prepare import PreparedBatch, Preparer
+from worker.job_context import Contexts
+from worker.prepare import PreparedBatch
 
 MAX_BATCHES_AHEAD = 2
 _STOP_CHECK_S = 0.1
 _CLOSE_S = 1.0
-
-LoadDoneRows = Callable[[ShardClaim], Collection[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +23,14 @@ class Prepared:
 
     claim: ShardClaim
     batch: PreparedBatch | None
-    error: SourceError | None = None
+    error: JobsError | None = None
 
 
 class PrepareAhead:
     """Prepares submitted shards in order. `submit`, `take` and `close` belong to the runner's loop."""
 
-    def __init__(self, preparer: Preparer, load_done_rows: LoadDoneRows) -> None:
-        self._preparer = preparer
-        self._load_done_rows = load_done_rows
+    def __init__(self, contexts: Contexts) -> None:
+        self._contexts = contexts
         self._claims: queue.SimpleQueue[ShardClaim | None] = queue.SimpleQueue()
         self._batches: queue.Queue[Prepared | Exception] = queue.Queue(MAX_BATCHES_AHEAD)
         self._closed = threading.Event()
@@ -63,14 +61,16 @@ class PrepareAhead:
         while (claim := self._claims.get()) is not None and not self._closed.is_set():
             try:
                 self._prepare(claim)
-            except SourceError as error:
+            except JobsError as error:
                 self._put(Prepared(claim, None, error))
             except Exception as error:  # the thread's border: the loop raises it
                 self._put(error)
                 return
 
     def _prepare(self, claim: ShardClaim) -> None:
-        for batch in self._preparer.prepare(claim.range, self._load_done_rows(claim)):
+        context = self._contexts.get(claim.job_id)
+        done_rows = load_done_rows(context.target.storage, claim.part)
+        for batch in context.preparer.prepare(claim.range, done_rows):
             if not self._put(Prepared(claim, batch)):
                 return
         self._put(Prepared(claim, None))

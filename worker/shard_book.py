@@ -1,4 +1,4 @@
-"""The books of a run: the shards in progress, whose each request is, and the counts of all finished rows.
+"""The books of a run: the shards in progress, whose each request is, and the counts of finished rows.
 
 The runner's loop keeps them; nothing here talks to the engine, the database or a disk.
 """
@@ -6,31 +6,40 @@ The runner's loop keeps them; nothing here talks to the engine, the database or 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from engine.request import Completion, EngineCounters
-from jobs.records import JobStatus, ShardClaim
+from jobs.records import JobStatus, PartFile, ShardClaim
 from jobs.stats import ShardCounts
 from worker.prepare import PreparedBatch
-from worker.progress import Progress
+from worker.progress import MovingRate, Progress
+from worker.run_outcome import RunnerOptions
 from worker.shard_work import ShardWork, Uncommitted
+
+PLENTY_S = 3.0
+RATE_WINDOW_S = 10.0
 
 
 class ShardBook:
     """All shards that are claimed and not yet settled."""
 
-    def __init__(self, status: JobStatus) -> None:
-        self._num_rows = status.rows
+    def __init__(self, status: JobStatus | None = None) -> None:
+        """`status`: of the one job whose progress is shown; what it has done already counts."""
+        self._num_rows = status.rows if status else 0
         self._works: dict[int, ShardWork] = {}  # by shard_id, in the order of claiming
         self._work_by_request: dict[int, ShardWork] = {}
-        self._total = ShardCounts(
-            completed=status.completed,
-            failed=status.failed,
-            skipped=status.skipped,
-            prompt_tokens=status.prompt_tokens,
-            completion_tokens=status.completion_tokens,
-            cached_tokens=status.cached_tokens,
-        )  # of the rows that were handed to a commit
+        self._total = ShardCounts()  # of the rows that were handed to a commit
+        if status is not None:
+            self._total = ShardCounts(
+                completed=status.completed,
+                failed=status.failed,
+                skipped=status.skipped,
+                prompt_tokens=status.prompt_tokens,
+                completion_tokens=status.completion_tokens,
+                cached_tokens=status.cached_tokens,
+            )
         self._counted = EngineCounters()
+        self._row_rate = MovingRate(RATE_WINDOW_S)
 
     @property
     def works(self) -> list[ShardWork]:
@@ -42,6 +51,32 @@ class ShardBook:
         """The shards that still need rows from the engine or from the preparation."""
         return [work for work in self._works.values() if not work.is_closing]
 
+    def of_job(self, job_id: str) -> list[ShardWork]:
+        """The job's active shards."""
+        return [work for work in self.active if work.claim.job_id == job_id]
+
+    def due_for_commit(self, now: float, options: RunnerOptions) -> list[ShardWork]:
+        """Active shards whose finished rows have waited long enough, or hold much text."""
+        return [
+            work
+            for work in self.active
+            if work.has_new_rows
+            and (
+                now - work.last_commit_s >= options.checkpoint_s
+                or work.num_new_chars >= options.checkpoint_chars
+            )
+        ]
+
+    @property
+    def num_left(self) -> int:
+        """Rows of the active shards that have no result yet."""
+        return sum(work.num_left for work in self.active)
+
+    def has_plenty(self, now: float) -> bool:
+        """Whether the rows that are left take a while, at the rate of late."""
+        self._row_rate.push(now, self.counts().rows)
+        return self.num_left > PLENTY_S * (self._row_rate.per_s() or 0.0)
+
     @property
     def is_empty(self) -> bool:
         return not self._works
@@ -49,9 +84,10 @@ class ShardBook:
     def get(self, shard_id: int) -> ShardWork | None:
         return self._works.get(shard_id)
 
-    def open(self, claim: ShardClaim, now: float) -> None:
+    def open(self, claim: ShardClaim, now: float) -> ShardWork:
         """A claimed shard."""
-        self._works[claim.shard_id] = ShardWork(claim, now)
+        work = self._works[claim.shard_id] = ShardWork(claim, now)
+        return work
 
     def settle(self, work: ShardWork) -> None:
         """The shard is committed, given back, failed or lost."""
@@ -96,8 +132,13 @@ class ShardBook:
         self._total.add(taken.counts)
         return taken
 
+    def take_back(self, work: ShardWork, part: PartFile | None, stripped: ShardCounts) -> None:
+        """The shard's error rows were taken out of its part, to be computed again."""
+        work.begin_again(replace(work.claim, part=part, strip_errors=False))
+        self._total.add(stripped)
+
     def counts(self) -> ShardCounts:
-        """All finished rows of the job, committed or not."""
+        """All finished rows, committed or not."""
         counts = ShardCounts()
         counts.add(self._total)
         for work in self._works.values():

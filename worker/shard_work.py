@@ -58,6 +58,12 @@ class ShardWork:
         """Rows without a result."""
         return self.claim.range.num_rows - self.num_done
 
+    def begin_again(self, claim: ShardClaim) -> None:
+        """The part has changed before any row was prepared: its error rows were taken out."""
+        assert not self.pending and not self.has_new_rows
+        self.claim = claim
+        self.num_done = claim.part.rows if claim.part is not None else 0
+
     def record_batch(self, batch: PreparedBatch) -> None:
         """Takes over a prepared batch: its requests are pending, its faults are results."""
         self.pending.update(batch.pending)

@@ -69,7 +69,8 @@ def fail_with(error: BaseException) -> Callable[..., int]:
 def test_help_names_every_command(invoke: Invoke) -> None:
     code, out, err = invoke("--help")
     assert (code, err) == (0, "")
-    for name in ("run", "list", "status", "resume", "cancel", "schema", "doctor"):
+    names = ("run", "submit", "worker", "resume", "retry", "workers", "migrate", "clean")
+    for name in (*names, "list", "status", "cancel", "schema", "doctor"):
         assert f"\n  {name} " in out
 
 
@@ -86,7 +87,8 @@ def test_the_version_is_printed(invoke: Invoke) -> None:
 def test_the_flags_of_run_are_the_fields_of_the_spec() -> None:
     command = typer.main.get_command(worker.cli.app).commands["run"]  # type: ignore[attr-defined]
     flags = {param.name for param in command.params}
-    assert flags - {"prompt_file", "database_url"} == set(JobSpec.model_fields)
+    queue_only = {"priority", "not_before", "deadline", "on_complete"}
+    assert flags - {"prompt_file", "database_url"} == set(JobSpec.model_fields) - queue_only
     for param in command.params:
         names = {f"--{param.name.replace('_', '-')}"} if param.name != "input" else {"input"}
         assert set(param.opts) == names

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from jobs.database import SCHEMA_REVISION
+from tests.servers import RedisServer
 from worker.doctor import (
     LIBRARIES,
-    Check,
     check_cpu,
-    check_database,
     check_disk,
     check_kernels_package,
     check_libraries,
@@ -30,6 +30,8 @@ from worker.doctor import (
     to_checks_payload,
     to_checks_text,
 )
+from worker.doctor_check import Check
+from worker.doctor_services import check_broker, check_database, check_object_store, check_services
 
 
 def versions(**found: str) -> Callable[[str], str | None]:
@@ -57,6 +59,9 @@ def test_every_finding_that_is_not_ok_has_a_remedy(tmp_path: Path) -> None:
         check_memory(None),
         check_memory(100 << 20),
         check_database(f"sqlite:///{a_file}/jobs.db"),
+        check_broker("redis://127.0.0.1:1/0"),
+        check_broker("amqp://localhost"),
+        check_object_store("s3://"),
         check_model(str(tmp_path / "missing.gguf")),
     ]
     for check in findings:
@@ -167,3 +172,57 @@ def test_the_state_folder_is_that_of_the_sqlite_file(tmp_path: Path, monkeypatch
 def test_a_database_that_answers_is_named_without_its_password(tmp_path: Path) -> None:
     check = check_database(f"sqlite:///{tmp_path}/jobs.db?password=hush")
     assert "hush" not in check.detail
+
+
+def test_the_broker_and_s3_are_looked_at_only_where_they_are_configured(
+    redis_url: str, s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check_services() == []
+    monkeypatch.setenv("GRISTMILL_BROKER_URL", redis_url)
+    monkeypatch.setenv("GRISTMILL_ALLOW_URIS", f"/data, {s3_root}/in,{s3_root}/out")
+    checks = check_services()
+    assert [(check.name, check.state) for check in checks] == [
+        ("broker", "ok"),
+        ("object store", "ok"),
+        ("object store", "ok"),
+    ]
+    assert "Redis 6." in checks[0].detail
+    assert f"{s3_root}/out at http://127.0.0.1" in checks[2].detail
+
+
+def test_a_broker_that_may_drop_messages_is_a_warning(redis_url: str, redis_server: RedisServer) -> None:
+    with redis_server.client(0) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("maxmemory", 1 << 30)
+        try:
+            check = check_broker(redis_url)
+        finally:
+            client.config_set("maxmemory", 0)
+            client.config_set("maxmemory-policy", "noeviction")
+    assert check.state == "warn"
+    assert "allkeys-lru" in check.detail
+    assert check_broker(redis_url).state == "ok"
+
+
+def test_no_password_of_a_broker_is_shown() -> None:
+    check = check_broker("redis://user:hush@127.0.0.1:1/0")
+    assert check.state == "fail"
+    assert "hush" not in check.detail + check.remedy
+
+
+def test_a_bucket_that_is_not_there_is_a_warning_and_a_dead_endpoint_a_failure(
+    s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = check_object_store("s3://no-such-bucket-here/out")
+    assert check.state == "warn"
+    assert "no-such-bucket-here" in check.detail
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setattr("jobs.s3.MAX_TRIES", 1)
+    assert check_object_store("s3://bucket/out").state == "fail"
+
+
+def test_a_postgresql_database_is_named_with_its_schema(postgres_url: str) -> None:
+    check = check_database(postgres_url)
+    assert check.state == "ok"
+    assert check.detail.startswith("PostgreSQL, postgresql://")
+    assert check.detail.endswith(f"schema {SCHEMA_REVISION}")

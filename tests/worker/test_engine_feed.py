@@ -1,4 +1,4 @@
-"""The feed keeps a bounded window of rows in the engine; after a death the suspects go first and alone."""
+"""The feed keeps a bounded window of rows in the engine; after a death the suspects go in first and alone."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from engine.config import EngineOptions
 from engine.errors import EngineDied
-from engine.request import Request, SamplingParams
+from engine.request import Completion, Request, SamplingParams
 from worker import engine_feed
 from worker.engine_client import EngineClient
-from worker.engine_feed import MAX_DEATHS, EngineFeed
+from worker.engine_feed import ENGINE_TIMEOUT_S, EngineFeed
 
 LIMIT_S = 20.0
 
 
 @contextmanager
-def _feed(model: str = "null:", window: int = 8) -> Iterator[tuple[EngineClient, EngineFeed]]:
+def _feed(
+    model: str = "null:", window: int = 8, engine_timeout_s: float = ENGINE_TIMEOUT_S
+) -> Iterator[tuple[EngineClient, EngineFeed]]:
     client = EngineClient(model, EngineOptions())
     client.start()
     try:
         client.wait_loaded(LIMIT_S, lambda: False)
-        yield client, EngineFeed(client, window)
+        yield client, EngineFeed(client, window, engine_timeout_s)
     finally:
         client.close()
 
@@ -45,7 +48,7 @@ def _poll_until_dead(feed: EngineFeed) -> None:
 
 def test_no_more_rows_than_the_window_are_in_the_engine() -> None:
     with _feed("null:?delay_ms=1000", window=8) as (_, feed):
-        feed.push(_requests(0, 20))
+        feed.push(_requests(1, 20))
         feed.top_up()
         assert feed.num_in_flight == 8
         assert not feed.wants_rows
@@ -53,19 +56,19 @@ def test_no_more_rows_than_the_window_are_in_the_engine() -> None:
 
 def test_finished_rows_make_room_for_others() -> None:
     with _feed(window=8) as (_, feed):
-        feed.push(_requests(0, 20))
+        feed.push(_requests(1, 20))
         done: list[int] = []
         while len(done) < 20:
             feed.top_up()
             done += [completion.request_id for completion in feed.poll(LIMIT_S)]
-        assert sorted(done) == list(range(20))
+        assert sorted(done) == list(range(1, 21))
         assert feed.wants_rows
 
 
 def test_long_prompts_fill_the_window_before_its_rows_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_feed, "MAX_TOKENS_IN_FLIGHT", 100)
     with _feed(window=8) as (_, feed):
-        feed.push(_requests(0, 2, "x" * 60))
+        feed.push(_requests(1, 2, "x" * 60))
         assert not feed.wants_rows
         feed.top_up()
         assert len(feed.poll(LIMIT_S)) > 0
@@ -74,34 +77,88 @@ def test_long_prompts_fill_the_window_before_its_rows_do(monkeypatch: pytest.Mon
 
 def test_after_a_death_the_rows_in_flight_go_first_and_alone() -> None:
     with _feed("null:?delay_ms=50", window=4) as (client, feed):
-        feed.push(_requests(0, 6))
+        feed.push(_requests(1, 6))
         feed.top_up()
         feed.kill()
         _poll_until_dead(feed)
         assert feed.restart()
-        assert sorted(client.in_flight) == [0, 1, 2, 3]
+        assert sorted(client.in_flight) == [1, 2, 3, 4]
         while client.in_flight:
             feed.top_up()
-            assert set(client.in_flight) <= {0, 1, 2, 3}
+            assert set(client.in_flight) <= {1, 2, 3, 4}
             feed.poll(LIMIT_S)
         feed.top_up()
-        assert sorted(client.in_flight) == [4, 5]
+        assert sorted(client.in_flight) == [5, 6]
 
 
-def test_an_engine_that_finishes_nothing_is_not_started_for_ever() -> None:
-    with _feed("null:?crash_on=hi") as (_, feed):
-        feed.push(_requests(0, 1))
+def _finish(feed: EngineFeed) -> dict[int, Completion]:
+    """Feeds until nothing is left, over every death; completions by request id."""
+    done: dict[int, Completion] = {}
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
         feed.top_up()
-        for _ in range(MAX_DEATHS - 1):
-            _poll_until_dead(feed)
+        try:
+            done.update((completion.request_id, completion) for completion in feed.poll(0.05))
+        except EngineDied:
             assert feed.restart()
-        _poll_until_dead(feed)
-        assert not feed.restart()
+        if not feed.num_in_flight and not feed.has_rows:
+            return done
+    pytest.fail(f"only {sorted(done)} finished")
+
+
+def test_a_row_that_kills_the_engine_is_poisoned_and_the_others_finish() -> None:
+    with _feed("null:?crash_on=poison", window=32) as (_, feed):
+        feed.push([*_requests(1, 20), *_requests(21, 1, "poison"), *_requests(22, 20)])
+        done = _finish(feed)
+    assert sorted(done) == list(range(1, 42))
+    assert [i for i, completion in done.items() if completion.error_code] == [21]
+    assert done[21].error_code == "poisoned"
+    assert "3 times" in (done[21].error_message or "")
+
+
+def test_a_poisoned_row_that_is_alone_is_found_too() -> None:
+    with _feed("null:?crash_on=poison") as (_, feed):
+        feed.push(_requests(1, 1, "poison"))
+        assert _finish(feed)[1].error_code == "poisoned"
+
+
+def test_a_row_that_hangs_the_engine_is_poisoned_too() -> None:
+    with _feed("null:?hang_on=poison", engine_timeout_s=1.0) as (_, feed):
+        feed.push([*_requests(1, 3), *_requests(4, 1, "poison")])
+        done: dict[int, Completion] = {}
+        deadline = time.monotonic() + LIMIT_S
+        while len(done) < 4 and time.monotonic() < deadline:
+            feed.top_up()
+            try:
+                done.update((completion.request_id, completion) for completion in feed.poll(0.2))
+            except EngineDied:
+                assert feed.restart()
+            feed.kill_if_hung(time.monotonic())
+    assert done[4].error_code == "poisoned"
+    assert {done[i].error_code for i in (1, 2, 3)} == {None}
+
+
+def test_no_row_is_blamed_when_the_canary_dies_too() -> None:
+    with _feed("null:?crash_on=hi") as (client, feed):
+        feed.push(_requests(1, 1))
+        feed.top_up()
+        completions: list[Completion] = []
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            try:
+                completions += feed.poll(0.05)
+            except EngineDied:
+                # An ill host: what ran before kills the engine as well.
+                feed._canary = replace(feed._canary, prompt_token_ids=array("I", list(b"hi")))
+                if not feed.restart():
+                    break
+        assert completions == []
+        assert time.monotonic() < deadline
 
 
 def test_a_silent_engine_is_killed_at_the_second_look() -> None:
     with _feed() as (client, feed):
-        late = time.monotonic() + engine_feed.ENGINE_TIMEOUT_S + 60
+        late = time.monotonic() + ENGINE_TIMEOUT_S + 60
         assert not feed.kill_if_hung(late)
         assert feed.kill_if_hung(late)
         assert client.pid is None

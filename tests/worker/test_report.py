@@ -7,15 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from jobs.records import JobStatus
+from jobs.owner import Owner
+from jobs.records import JobStatus, WorkerModel, WorkerRecord
+from worker.progress import Progress
 from worker.report import (
     to_jobs_text,
+    to_progress,
     to_resume_command,
+    to_retry_command,
     to_seconds_text,
     to_status_payload,
     to_status_text,
+    to_worker_payload,
+    to_workers_text,
 )
 
+NOW = 1_760_000_000.0
 PERCENTILES: dict[str, dict[str, float | None]] = {
     "queue_wait_s": {"p50": 0.00034, "p95": 1.25, "p99": 125.0},
     "time_to_first_token_s": {"p50": 0.012, "p95": 12.0, "p99": 99.94},
@@ -80,6 +87,32 @@ EMPTY = replace(
     step_budget_utilization=None,
     percentiles={name: dict.fromkeys(("p50", "p95", "p99")) for name in PERCENTILES},
 )
+SUBMITTED = replace(
+    EMPTY,
+    runner="workers",
+    model="smollm2",
+    priority="high",
+    idempotency_key="night-12",
+    not_before=NOW,
+    deadline_at=NOW + 3600,
+    elapsed_s=10.0,
+    eta_s=75.0,
+    num_workers=2,
+    is_live=True,
+)
+WORKER = WorkerRecord(
+    worker_id="w1",
+    owner=Owner("box/4026", "boot", 12, 99),
+    version="0.1.0",
+    state="busy",
+    models=(WorkerModel("tiny", "f00d", "float32", True), WorkerModel("tiny", "beef", "bfloat16", False)),
+    num_shards=2,
+    num_rows_in_flight=1024,
+    started_at=NOW,
+    seen_at=NOW + 60,
+    stopped_at=None,
+    message=None,
+)
 
 
 def test_the_table_of_a_completed_job_has_every_figure() -> None:
@@ -97,6 +130,7 @@ def test_the_table_of_a_completed_job_has_every_figure() -> None:
         "  first token    12.0 ms    12.0 s    99.9 s",
         "  per token          0 s         -    500 ms",
         "  output        /out",
+        "  failed rows   gristmill retry job_a",
     ]
 
 
@@ -125,6 +159,77 @@ def test_what_can_be_resumed_says_how(state: str) -> None:
     assert to_resume_command(replace(EMPTY, state=state), is_live=False) == "gristmill resume job_a"
 
 
+def test_a_submitted_job_shows_its_workers_and_what_was_asked_for() -> None:
+    first, _, queue, *_ = to_status_text(SUBMITTED).splitlines()
+    assert first == "job_a  in_progress after 10.0 s, 2 workers, 1:15 left"
+    assert queue == (
+        "  queue         high priority, not before 2025-10-09T08:53:20Z, deadline 2025-10-09T09:53:20Z, key night-12"
+    )
+    assert "queue " not in to_status_text(replace(SUBMITTED, runner="local")).partition("queue wait")[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "num_workers", "is_live", "words"),
+    [
+        ("validating", 0, True, ", to be planned, "),
+        ("validating", 0, False, ", no worker offers smollm2 at present, "),
+        ("in_progress", 1, True, ", 1 worker, "),
+        ("in_progress", 0, True, ", waits for a worker, "),
+        (
+            "in_progress",
+            0,
+            False,
+            ", no worker offers smollm2 with the weights that the job began with at present, ",
+        ),
+        ("cancelling", 2, True, ", 2 workers, "),
+        ("finalizing", 0, True, " after 10.0 s, 1:15 left"),
+    ],
+)
+def test_a_submitted_job_says_who_works_on_it(
+    state: str, num_workers: int, is_live: bool, words: str
+) -> None:
+    status = replace(SUBMITTED, state=state, num_workers=num_workers, is_live=is_live)
+    assert words in to_status_text(status).splitlines()[0]
+
+
+def test_a_submitted_job_without_a_worker_is_not_to_be_resumed() -> None:
+    assert to_resume_command(replace(SUBMITTED, is_live=False), is_live=False) is None
+    assert to_resume_command(replace(SUBMITTED, state="expired"), is_live=False) == "gristmill resume job_a"
+
+
+def test_failed_rows_of_a_job_that_is_over_can_be_tried_again() -> None:
+    assert to_retry_command(COMPLETED) == "gristmill retry job_a"
+    assert to_retry_command(replace(COMPLETED, state="expired")) == "gristmill retry job_a"
+    assert to_retry_command(replace(COMPLETED, state="in_progress")) is None
+    assert to_retry_command(replace(COMPLETED, failed=0)) is None
+
+
+def test_a_display_shows_what_the_database_says() -> None:
+    assert to_progress(COMPLETED) == Progress(1200, 1200, 18, 120_000, 64_000, 45_600)
+
+
+def test_workers_are_one_line_each_with_their_models_once() -> None:
+    ill = replace(WORKER, worker_id="worker2", state="stopped", message="the canary died", models=())
+    assert to_workers_text([WORKER, ill]).splitlines() == [
+        "WORKER   PROCESS            STATE                     SHARDS  ROWS   SEEN                  MODELS",
+        "w1       process 12 on box  busy                      2       1,024  2025-10-09T08:54:20Z  tiny",
+        "worker2  process 12 on box  stopped: the canary died  2       1,024  2025-10-09T08:54:20Z",
+    ]
+    assert "gristmill worker" in to_workers_text([])
+
+
+def test_a_worker_as_json_has_texts_for_its_owner_and_times() -> None:
+    payload = json.loads(json.dumps(to_worker_payload(WORKER)))
+    assert (payload["owner"], payload["seen_at"]) == ("process 12 on box", "2025-10-09T08:54:20Z")
+    assert payload["stopped_at"] is None
+    assert payload["models"][0] == {
+        "name": "tiny",
+        "fingerprint": "f00d",
+        "dtype": "float32",
+        "is_loaded": True,
+    }
+
+
 def test_a_completed_job_is_not_resumed() -> None:
     assert to_resume_command(COMPLETED, is_live=False) is None
 
@@ -144,6 +249,13 @@ def test_the_payload_is_json_with_the_same_figures() -> None:
     assert payload["percentiles"]["queue_wait_s"] == {"p50": 0.00034, "p95": 1.25, "p99": 125.0}
     assert payload["errors_by_code"]["invalid_json"] == 11
     assert (payload["is_live"], payload["resume"]) == (False, None)
+    assert payload["retry"] == "gristmill retry job_a"
+
+
+def test_the_payload_of_a_submitted_job_has_its_order() -> None:
+    payload = json.loads(json.dumps(to_status_payload(SUBMITTED)))
+    assert payload["deadline_at"] == "2025-10-09T09:53:20Z"
+    assert (payload["runner"], payload["num_workers"], payload["is_live"]) == ("workers", 2, True)
 
 
 def test_the_payload_of_a_job_that_did_nothing_has_nulls() -> None:

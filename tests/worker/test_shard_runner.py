@@ -16,20 +16,26 @@ from engine.config import EngineOptions
 from engine.null_tokenizer import NullTokenizer
 from jobs.database import database_url
 from jobs.errors import OutputError
+from jobs.hashing_file import HashingFile
+from jobs.local_storage import LocalStorage
 from jobs.owner import current_owner
-from jobs.parts import load_done_rows
 from jobs.planning import plan_shards
 from jobs.records import JobRecord
 from jobs.spec import load_spec
-from jobs.storage import HashingFile, LocalStorage, open_storage
+from jobs.storage import open_storage
 from jobs.store import Store, open_store
-from worker.committer import Committer, OutputTarget
+from worker.committer import Committer
+from worker.credit_window import ROWS_PER_SEQ
 from worker.engine_client import EngineClient
-from worker.engine_feed import EngineFeed
+from worker.engine_feed import MAX_CULPRITS, EngineFeed
+from worker.job_context import Contexts, JobContext, OutputTarget
 from worker.local_order import load_order
 from worker.prepare import Preparer
 from worker.prepare_ahead import PrepareAhead
-from worker.shard_runner import RunEnd, RunnerOptions, RunOutcome, ShardRunner
+from worker.run_outcome import RunEnd, RunnerOptions, RunOutcome
+from worker.shard_book import ShardBook
+from worker.shard_runner import ShardRunner
+from worker.shard_source import JobShards
 
 LIMIT_S = 30.0
 
@@ -73,13 +79,16 @@ class Rig:
         self.should_stop = False
         self.display = kit.new_display()
         self.feed = EngineFeed(client, window)
+        target = OutputTarget(self.storage, order.schema, "parquet", order.sources)
+        contexts = Contexts(lambda _: JobContext(preparer, target))
         self.runner = ShardRunner(
             store,
-            store.status(self.job.job_id),
+            JobShards(store, self.job.job_id, current_owner()),
+            ShardBook(store.status(self.job.job_id)),
             current_owner(),
             self.feed,
-            PrepareAhead(preparer, lambda claim: load_done_rows(self.storage, claim.part)),
-            Committer(store, OutputTarget(self.storage, order.schema, "parquet", order.sources)),
+            PrepareAhead(contexts),
+            Committer(store, contexts),
             self.display,
             lambda: self.should_stop,
             options,
@@ -161,24 +170,36 @@ def test_a_killed_engine_process_costs_no_row(kit: Any) -> None:
         assert len(rig.display.notes) == 3
 
 
-def test_a_row_that_kills_the_engine_ends_its_shards_and_not_the_others(kit: Any) -> None:
+def test_a_row_that_kills_the_engine_is_an_error_row_and_all_others_complete(kit: Any) -> None:
     with _rig(kit, model="null:?crash_on=poison", texts={120: "poison"}) as rig:
         assert rig.runner.run().end is RunEnd.FINISHED
-        status = rig.status()
-        assert status.shards["failed"] in (1, 2)
-        assert set(status.shards) == {"done", "failed"}
-        done = _row_indexes(kit)
-        assert 120 not in done
-        assert sorted(set(done)) == done
-        assert "3 times" in rig.display.notes[-1]
+        assert rig.status().shards == {"done": 6}
+        assert _row_indexes(kit) == list(range(300))
+        assert {row["row_index"]: row["error_code"] for row in kit.rows() if row["error_code"]} == {
+            120: "poisoned"
+        }
 
 
-def test_an_engine_that_dies_whatever_it_gets_ends_the_run(kit: Any) -> None:
-    with _rig(kit, model="null:?crash_on=row") as rig:
+def test_rows_that_all_kill_the_engine_end_the_run_before_they_are_all_blamed(kit: Any) -> None:
+    with _rig(kit, num_rows=100, model="null:?crash_on=row") as rig:
         outcome = rig.runner.run()
         assert outcome.end is RunEnd.ENGINE_FAILED
-        assert "SIGKILL" in (outcome.message or "")
+        assert "one after the other" in (outcome.message or "")
         assert rig.status().completed == 0
+        assert rig.status().failed <= MAX_CULPRITS
+
+
+def test_the_next_shard_enters_the_engine_before_the_present_one_is_through(kit: Any) -> None:
+    """The window holds ROWS_PER_SEQ times what can run at once: half of it full is more than all that can run."""
+    in_flight: list[int] = []
+    with _rig(kit, num_rows=1200, shard_rows=150, window=64, model="null:?delay_ms=4") as rig:
+        rig.turn_until(lambda: rig.feed.num_in_flight >= 60)
+        while rig.display.rows_done() < 1100:
+            assert rig.runner.run_once(time.monotonic()) is None
+            in_flight.append(rig.feed.num_in_flight)
+        assert rig.runner.run().end is RunEnd.FINISHED
+    assert len(in_flight) > 50
+    assert min(in_flight) >= 64 // 2 >= 64 / ROWS_PER_SEQ * 0.9
 
 
 def test_a_stop_commits_every_finished_row_and_queues_the_rest(kit: Any) -> None:

@@ -1,0 +1,209 @@
+"""The desk behind the tasks, on a real store: submissions, planning, doorbells, and messages that mean nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.broker import CONTROL_QUEUE, PLAN_JOB, PLAN_PIECE, RUN_SHARDS
+from jobs.errors import StoreError, StoreUnavailable
+from jobs.owner import current_owner
+from jobs.records import WorkerModel
+from jobs.states import JobState, Runner
+from jobs.store import Store, open_store
+from worker import tasks
+from worker.tasks import Desk, StoppingError
+
+
+class Bells:
+    """Notes the rings; `is_down` lets them fail."""
+
+    def __init__(self) -> None:
+        self.rung: list[tuple[str, list[Any], str]] = []
+        self.woken: list[str | None] = []
+        self.is_down = False
+
+    def ring(self, task: str, args: Sequence[Any], queue: str) -> bool:
+        self.rung.append((task, list(args), queue))
+        return not self.is_down
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"sqlite:///{tmp_path}/jobs.db") as opened:
+        yield opened
+
+
+@pytest.fixture
+def bells() -> Bells:
+    return Bells()
+
+
+@pytest.fixture
+def desk(store: Store, bells: Bells, tmp_path: Path) -> Desk:
+    return Desk(store, current_owner(), [str(tmp_path)], bells.ring, bells.woken.append)
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(40)))
+    return {
+        "input": [str(tmp_path / "in.jsonl")],
+        "output": str(tmp_path / "out"),
+        "model": "m",
+        "prompt": "{{ text }}",
+        "shard_rows": 10,
+    }
+
+
+def test_a_submission_becomes_a_job_and_is_planned_by_whoever_hears_the_bell(
+    desk: Desk, bells: Bells, order: dict[str, Any]
+) -> None:
+    job = desk.submit(order, "task-1")
+    assert (job.state, job.runner, job.model, job.idempotency_key) == (
+        JobState.VALIDATING,
+        Runner.WORKERS,
+        "m",
+        "task-1",
+    )
+    assert bells.rung == [(PLAN_JOB, [job.job_id], CONTROL_QUEUE)]
+
+
+def test_the_same_message_again_is_the_same_job(
+    desk: Desk, bells: Bells, store: Store, order: dict[str, Any]
+) -> None:
+    first = desk.submit(order, "task-1")
+    assert desk.submit(order, "task-1").job_id == first.job_id
+    keyed = desk.submit(order | {"idempotency_key": "nightly"}, "task-2")
+    assert (
+        desk.submit(order | {"idempotency_key": "nightly"}, "task-3").job_id == keyed.job_id != first.job_id
+    )
+    assert len(store.list_jobs()) == 2
+    assert len(bells.rung) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": None}, "model"),
+        ({"prompt": 7}, "prompt"),
+        ({"promt": "x"}, "promt is not an option"),
+        ({"deadline": "soon"}, "deadline"),
+        ({"idempotency_key": 7}, "idempotency_key"),
+        ({"idempotency_key": "k" * 300}, "idempotency_key"),
+        ({"output": "\0"}, ""),
+    ],
+)
+def test_a_wrong_submission_is_a_failed_job_that_says_why(
+    desk: Desk, bells: Bells, store: Store, order: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
+    job = desk.submit(order | change, "task-1")
+    assert (job.state, job.runner) == (JobState.FAILED, Runner.WORKERS)
+    assert job.message and said in job.message
+    assert bells.rung == []
+    assert desk.submit(order | change, "task-1").job_id == job.job_id
+    assert len(store.list_jobs()) == 1
+
+
+def test_a_submission_waits_for_the_database(
+    desk: Desk, store: Store, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "RETRY_S", 0.0)
+    failures = [StoreUnavailable("restarted")] * 3
+    submit_job = store.submit_job
+
+    def submit_later(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return submit_job(*args)
+
+    monkeypatch.setattr(store, "submit_job", submit_later)
+    assert desk.submit(order, "task-1").state is JobState.VALIDATING
+
+
+def test_a_submission_that_waits_is_given_back_when_the_worker_stops(
+    desk: Desk, store: Store, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked = threading.Event()
+
+    def refuse(*_: Any) -> Any:
+        is_asked.set()
+        raise StoreUnavailable("down")
+
+    monkeypatch.setattr(store, "submit_job", refuse)
+    threading.Thread(target=lambda: is_asked.wait(10) and desk.stop()).start()
+    with pytest.raises(StoppingError):
+        desk.submit(order, "task-1")
+
+
+def test_planning_starts_the_job_and_wakes_the_mill(
+    desk: Desk, bells: Bells, store: Store, order: dict[str, Any]
+) -> None:
+    job = desk.submit(order, "task-1")
+    bells.rung.clear()
+    desk.plan_job(job.job_id)
+    planned = store.load_job(job.job_id)
+    assert (planned.state, planned.num_rows) == (JobState.IN_PROGRESS, 40)
+    assert bells.woken == ["m"]
+    assert bells.rung == []  # no worker offers the model: such bells would pile up
+
+
+def test_workers_that_offer_the_model_are_rung_once_a_shard_at_most(
+    desk: Desk, bells: Bells, store: Store, order: dict[str, Any]
+) -> None:
+    model = WorkerModel("m", "f" * 32, "float32", False)
+    store.register_worker("worker_1", current_owner(), [model], "0.1.0")
+    job = desk.submit(order, "task-1")
+    bells.rung.clear()
+    desk.plan_job(job.job_id)
+    num_shards = store.load_job(job.job_id).num_shards
+    assert 1 < num_shards
+    assert bells.rung == [(RUN_SHARDS, ["m"], "gristmill.model.m")] * min(num_shards - 1, tasks.MAX_BELLS)
+
+
+def test_a_stale_hint_does_nothing(desk: Desk, bells: Bells, store: Store, order: dict[str, Any]) -> None:
+    job = desk.submit(order, "task-1")
+    desk.plan_job(job.job_id)
+    bells.rung.clear()
+    bells.woken.clear()
+    for _ in range(10):
+        desk.plan_job(job.job_id)
+        desk.plan_piece(job.job_id, 0)
+    assert (bells.rung, bells.woken) == ([], [])
+
+
+def test_an_unknown_job_is_an_error_of_one_line(desk: Desk) -> None:
+    with pytest.raises(StoreError, match="job_nowhere"):
+        desk.plan_job("job_nowhere")
+
+
+def test_a_place_outside_the_roots_is_refused(desk: Desk, store: Store, order: dict[str, Any]) -> None:
+    job = desk.submit(order | {"input": ["/etc/passwd"], "input_format": "jsonl"}, "task-1")
+    desk.plan_job(job.job_id)
+    planned = store.load_job(job.job_id)
+    assert planned.state is JobState.FAILED
+    assert "/etc/passwd" in (planned.message or "")
+
+
+def test_pieces_are_rung_until_the_broker_fails(
+    desk: Desk, bells: Bells, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "plan_submitted_job", lambda *_: [0, 1, 2])
+    job = desk.submit(order, "task-1")
+    bells.rung.clear()
+    desk.plan_job(job.job_id)
+    assert bells.rung == [(PLAN_PIECE, [job.job_id, index], CONTROL_QUEUE) for index in range(3)]
+    bells.rung.clear()
+    bells.is_down = True
+    desk.plan_job(job.job_id)
+    assert len(bells.rung) == 1
+
+
+def test_a_doorbell_wakes_the_mill(desk: Desk, bells: Bells) -> None:
+    desk.run_shards("m")
+    assert bells.woken == ["m"]
