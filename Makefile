@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long lint bench bench-null clean
+.PHONY: help setup run cluster test test-long lint bench bench-null clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -41,6 +41,9 @@ run: setup  ## the example: support tickets in, one sentence each out (out/ticke
 		--system "$(strip $(SYSTEM))" --prompt '{{ body }}' \
 		--max-tokens 32 --stop $$'\n' --keep subject,language,priority
 	@$(BIN)/python examples/show.py out/tickets
+
+cluster: setup  ## the queue on this machine: Redis, PostgreSQL, S3 and two workers; CLUSTER_FLAGS="--rows 200" for more
+	$(BIN)/python -m examples.cluster $(CLUSTER_FLAGS)
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,8 +1,8 @@
 """The engine behind `null:` models: no weights, no torch, text from a hash; for tests of load and failures.
 
 `null:?delay_ms=2&failure_rate=0.01` delays each row and fails some. Tokens are the bytes of UTF-8. Of the
-sampling parameters only max_tokens and ignore_eos count. Two keys are test devices: crash_on=TEXT kills the
-process at a prompt that holds TEXT, load_ms lets loading take that long."""
+sampling parameters only max_tokens and ignore_eos count. Three keys are test devices: crash_on=TEXT kills the
+process at a prompt that holds TEXT, hang_on=TEXT stops it for ever, load_ms lets loading take that long."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.request import Completion, EngineCounters, EngineInfo, Request
 
 NULL_SCHEME = "null:"
 
-_KEYS = ("delay_ms", "failure_rate", "crash_on", "load_ms")
+_KEYS = ("delay_ms", "failure_rate", "crash_on", "hang_on", "load_ms")
 _CONTEXT_SIZE = 1 << 20
 _MAX_NUM_SEQS = 256
 _MAX_STEP_S = 0.05  # delays: a step takes no more rows than fit, so that cancels and progress stay prompt
@@ -44,6 +44,7 @@ class NullSettings:
     delay_s: float = 0.0
     failure_rate: float = 0.0
     crash_on: bytes = b""
+    hang_on: bytes = b""
     load_s: float = 0.0
 
 
@@ -70,10 +71,11 @@ def parse_null_url(model: str) -> NullSettings:
 
 
 def _with_value(settings: NullSettings, key: str, value: str) -> NullSettings:
-    if key == "crash_on":
+    if key in ("crash_on", "hang_on"):
         if not value:
-            raise ValueError("crash_on needs a text")
-        return replace(settings, crash_on=value.encode())
+            raise ValueError(f"{key} needs a text")
+        text = value.encode()
+        return replace(settings, crash_on=text) if key == "crash_on" else replace(settings, hang_on=text)
     if key not in _KEYS:
         raise ValueError(f"unknown key {key!r}")
     try:
@@ -134,8 +136,10 @@ class NullEngine:
     def step(self) -> list[Completion]:
         num_rows = min(self._num_step_rows, len(self._waiting))
         rows = [self._waiting.popleft() for _ in range(num_rows)]
-        if self._settings.crash_on and any(self._is_poison(request) for request, _ in rows):
+        if self._holds(rows, self._settings.crash_on):
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._holds(rows, self._settings.hang_on):
+            os.kill(os.getpid(), signal.SIGSTOP)  # also silences the thread that reports
         start = time.monotonic()
         if self._settings.delay_s > 0:
             time.sleep(self._settings.delay_s * num_rows)
@@ -149,9 +153,9 @@ class NullEngine:
         )
         return completions
 
-    def _is_poison(self, request: Request) -> bool:
+    def _holds(self, rows: list[tuple[Request, float]], text: bytes) -> bool:
         # The low byte of each u32 is the text; ids above 255 are markers, which no text holds.
-        return self._settings.crash_on in request.prompt_token_ids.tobytes()[::4]
+        return bool(text) and any(text in request.prompt_token_ids.tobytes()[::4] for request, _ in rows)
 
     def _complete(self, request: Request, queue_wait_s: float) -> Completion:
         num_prompt_tokens = len(request.prompt_token_ids)

@@ -134,7 +134,7 @@ def test_a_malformed_url_is_refused_with_the_keys_that_exist(model: str, reason:
     with pytest.raises(ModelRefused) as refusal:
         parse_null_url(model)
     assert reason in str(refusal.value)
-    assert "delay_ms, failure_rate, crash_on, load_ms" in str(refusal.value)
+    assert "delay_ms, failure_rate, crash_on, hang_on, load_ms" in str(refusal.value)
 
 
 def test_neither_torch_nor_numpy_is_imported(repo_root: Path) -> None:

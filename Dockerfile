@@ -1,0 +1,32 @@
+# Gristmill's worker and command. PyTorch comes from TORCH_INDEX: the CPU build here, https://pypi.org/simple for CUDA.
+
+ARG PYTHON=3.11
+
+FROM python:${PYTHON}-slim AS build
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN python -m venv /opt/gristmill
+ENV PATH=/opt/gristmill/bin:$PATH
+WORKDIR /src
+# The largest layer by far, so it comes before everything that changes.
+COPY constraints.txt ./
+RUN pip install -c constraints.txt --extra-index-url "${TORCH_INDEX}" torch
+COPY pyproject.toml README.md LICENSE ./
+COPY kernels kernels
+COPY engine engine
+COPY jobs jobs
+COPY worker worker
+COPY migrations migrations
+RUN pip install -c constraints.txt --extra-index-url "${TORCH_INDEX}" .
+
+FROM python:${PYTHON}-slim
+RUN useradd --system --create-home --uid 10001 gristmill \
+    && install -d -o gristmill -g gristmill /var/cache/gristmill
+COPY --from=build /opt/gristmill /opt/gristmill
+# XDG_CACHE_HOME holds the copies of models that come from S3: keep it on a volume.
+ENV PATH=/opt/gristmill/bin:$PATH PYTHONUNBUFFERED=1 XDG_CACHE_HOME=/var/cache HF_HUB_OFFLINE=1
+USER gristmill
+WORKDIR /home/gristmill
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["gristmill"]
+CMD ["--help"]
