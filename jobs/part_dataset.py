@@ -1,19 +1,19 @@
 """A job's committed parts as one Arrow dataset, wherever they lie; nothing is read before the dataset is asked.
 
-Arrow has an S3 client of its own, with settings of its own. Here it reads through our storage, so that one set of
-endpoint settings holds for writing and reading.
+Arrow has an S3 client of its own; here it gets the endpoint and the credentials that boto3 has found.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
+import boto3
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
+from jobs.errors import RefusedError
 from jobs.part_schema import load_part_schema
 from jobs.records import JobRecord, PartFile
+from jobs.s3 import s3_client, split_s3_uri
 from jobs.states import JobState
 from jobs.storage import Storage, open_storage
 from jobs.store import Store
@@ -31,7 +31,7 @@ def load_dataset(store: Store, job: JobRecord) -> ds.Dataset:
     if not names:
         return ds.dataset(schema.empty_table())
     kind = _FORMATS[str(job.spec.get("output_format") or "parquet")]
-    return ds.dataset(sorted(names), schema=schema, format=kind, filesystem=_build_files(storage))
+    return ds.dataset(sorted(names), schema=schema, format=kind, filesystem=_build_files(storage.root))
 
 
 def _find(storage: Storage, part: PartFile) -> str:
@@ -40,61 +40,24 @@ def _find(storage: Storage, part: PartFile) -> str:
     return part.path if is_published or storage.size(part.attempt) is None else part.attempt
 
 
-def _build_files(storage: Storage) -> pafs.FileSystem:
-    """Local files are Arrow's own business: it closes what it opens there."""
-    if "://" in storage.root:
-        return pafs.PyFileSystem(StorageFiles(storage))
-    return pafs.SubTreeFileSystem(storage.root, pafs.LocalFileSystem())
-
-
-class StorageFiles(pafs.FileSystemHandler):  # type: ignore[misc]
-    """A Storage as Arrow sees file systems; for reading files whose names are known."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorageFiles) and other._storage.root == self._storage.root
-
-    def __hash__(self) -> int:
-        return hash(self._storage.root)
-
-    def get_type_name(self) -> str:
-        """The name in messages."""
-        return "gristmill"
-
-    def normalize_path(self, path: str) -> str:
-        """Names are normal as they are."""
-        return path
-
-    def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
-        """Sizes, or that a file is not there."""
-        sizes = [(path, self._storage.size(path)) for path in paths]
-        return [
-            pafs.FileInfo(path, pafs.FileType.NotFound)
-            if size is None
-            else pafs.FileInfo(path, pafs.FileType.File, size=size)
-            for path, size in sizes
-        ]
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        """A seekable reader."""
-        return pa.PythonFile(self._storage.open(path), mode="r")
-
-    def open_input_stream(self, path: str) -> pa.NativeFile:
-        """A reader from the beginning."""
-        return self.open_input_file(path)
-
-    def get_file_info_selector(self, selector: Any) -> NoReturn:
-        """Not for listing."""
-        raise _unsupported("listed")
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise _unsupported("written")
-
-    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
-    move = copy_file = open_output_stream = open_append_stream = _refuse
-
-
-def _unsupported(verb: str) -> NotImplementedError:
-    return NotImplementedError(f"a job's output can't be {verb} through its dataset: use the output folder")
+def _build_files(root: str) -> pafs.FileSystem:
+    """Arrow's own file systems: a reader of ours in Arrow's threads would have to live as long as they do."""
+    if root.startswith("memory://"):
+        raise RefusedError(f"{root} is in the memory of another process: read it there")
+    if not root.startswith("s3://"):
+        return pafs.SubTreeFileSystem(root, pafs.LocalFileSystem())
+    place = split_s3_uri(root)
+    client = s3_client()
+    scheme, _, host = client.meta.endpoint_url.partition("://")
+    credentials = boto3.session.Session().get_credentials()
+    keys = credentials.get_frozen_credentials() if credentials is not None else None
+    files = pafs.S3FileSystem(
+        access_key=keys.access_key if keys else None,
+        secret_key=keys.secret_key if keys else None,
+        session_token=keys.token if keys else None,
+        anonymous=keys is None,
+        region=client.meta.region_name,
+        scheme=scheme,
+        endpoint_override=host.rstrip("/"),
+    )
+    return pafs.SubTreeFileSystem(f"{place.bucket}/{place.key}", files)

@@ -115,6 +115,7 @@ def _reopen(connection: Connection, job_id: str, state: JobState, now: float) ->
         **AT_REST,
         "message": None,
         "finished_at": None,
+        "owner_seen_at": None,  # the pause is no active time
         "deadline_at": case((late, null()), else_=jobs.c.deadline_at),
     }
     entered = enter_state(connection, job_id, state, values, before=TERMINAL_JOB_STATES)

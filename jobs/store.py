@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from sqlalchemy import insert, update
+from sqlalchemy import and_, case, insert, update
 
 from jobs.database import connect_database
 from jobs.errors import RefusedError
@@ -107,8 +107,12 @@ class Store(WorkerStore):
             return load_job(connection, job_id)
 
     def find_job(self, ref: str) -> JobRecord | None:
-        """The job that `ref` names: an id, an output folder (its newest job), or the beginning of an id."""
-        newest = select_jobs().order_by(jobs.c.created_at.desc(), jobs.c.id.desc())
+        """The job that `ref` names: an id, an output folder, or the beginning of an id.
+
+        Of a folder's jobs the newest; one that was refused is meant only if there is no other.
+        """
+        was_refused = case((and_(jobs.c.state == JobState.FAILED, jobs.c.num_shards == 0), 1), else_=0)
+        newest = select_jobs().order_by(was_refused, jobs.c.created_at.desc(), jobs.c.id.desc())
         with self._read() as (connection, _):
             for condition in (jobs.c.id == ref, jobs.c.output == normal_output(ref)):
                 row = connection.execute(newest.where(condition).limit(1)).one_or_none()

@@ -13,6 +13,7 @@ from jobs.finalize import finalize_job
 from jobs.models import metadata, shards
 from jobs.parts import strip_errors
 from jobs.records import WorkerModel
+from jobs.spec import JobSpec
 from jobs.states import JobState
 from jobs.stats import JobStats, ShardCounts
 from jobs.storage import Storage, open_storage
@@ -200,3 +201,27 @@ def test_a_job_resumed_meanwhile_is_not_deleted(store: Store, clock: Clock, out:
     assert not store._delete_job(job.job_id, 10)
     with store._read() as (connection, _):
         assert connection.scalar(select(func.count()).select_from(shards)) == 1
+
+
+@pytest.mark.parametrize("pause_s", [20.0, 3600.0])
+def test_the_pause_before_a_retry_is_no_active_time(
+    store: Store, storage: Storage, out: Path, clock: Clock, pause_s: float
+) -> None:
+    job_id = complete(store, storage, out, 4)
+    before_s = store.status(job_id).elapsed_s
+    clock.now += pause_s
+    store.retry_failed(job_id)
+    clock.now += pause_s
+    claim_next(store)
+    clock.now += 5.0
+    store.touch_jobs([job_id], ELSEWHERE)
+    assert store.status(job_id).elapsed_s == pytest.approx(before_s + 5.0)
+
+
+def test_a_folder_is_that_of_its_job_and_not_of_one_that_was_refused(store: Store, out: Path) -> None:
+    job = submit_job(store, out, 4)
+    refused = store.submit_job(JobSpec(input=["/data/x.jsonl"], output=str(out), model="m")).job
+    assert store.find_job(str(out)) == store.load_job(refused.job_id)  # until it is known to be wrong
+    store.refuse_plan(refused.job_id, "no such column")
+    found = store.find_job(str(out))
+    assert found is not None and found.job_id == job.job_id
