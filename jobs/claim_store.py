@@ -19,6 +19,7 @@ from jobs.shard_rows import build_part, build_range, end_attempt
 from jobs.shard_store import ShardStore
 from jobs.states import AttemptOutcome, JobState, Runner, ShardState
 
+MAX_LOSSES = 20
 _JOB_COLUMNS = (
     *(jobs.c.id, jobs.c.model, jobs.c.dtype, jobs.c.priority, jobs.c.prefix_key, jobs.c.created_at),
     *(jobs.c.fingerprint, jobs.c.started_at, jobs.c.owner_seen_at),
@@ -109,6 +110,13 @@ class ClaimStore(ShardStore):
             return None
         if row.state == ShardState.RUNNING:
             end_attempt(connection, row.id, row.fence, AttemptOutcome.LOST, now)
+            if _is_deadly(connection, row.id):
+                message = (
+                    f"{MAX_LOSSES} workers in a row ended while they ran this shard, with no row finished"
+                )
+                failed = {"state": ShardState.FAILED, "message": message, "owner": None, "lease_until": None}
+                connection.execute(update(shards).where(shards.c.id == row.id).values(failed))
+                return self._claim_lowest(connection, job, owner, now)
         fence = row.fence + 1
         changed = connection.execute(
             update(shards)
@@ -145,6 +153,14 @@ class ClaimStore(ShardStore):
             crash_count=row.crash_count,
             strip_errors=row.strip_errors,
         )
+
+
+def _is_deadly(connection: Connection, shard_id: int) -> bool:
+    """Whether the last MAX_LOSSES attempts were all lost with nothing committed: chance does not do that."""
+    last = select(attempts.c.outcome, attempts.c.rows_committed).where(attempts.c.shard_id == shard_id)
+    rows = connection.execute(last.order_by(attempts.c.fence.desc()).limit(MAX_LOSSES)).all()
+    lost = [row for row in rows if row.outcome == AttemptOutcome.LOST and not row.rows_committed]
+    return len(lost) == MAX_LOSSES
 
 
 def _is_open(now: float) -> list[ColumnElement[bool]]:

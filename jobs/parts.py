@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -96,7 +96,12 @@ def count_part(storage: Storage, part: PartFile) -> PartRows:
         with _open_part(storage, part) as file:
             return part_formats.count_jsonl(file)
     name = settle_part(storage, part)
-    with _readable(storage, part), storage.open(name) as file:
+    with suppress(pa.ArrowException, ValueError, LookupError, OSError), storage.open(name) as file:
+        found = part_formats.count_parquet(file)
+        if found.rows == part.rows:
+            return found
+    # What was read of it may have been damaged on the way: the whole part tells, by its hash.
+    with _open_part(storage, part) as file, _readable(storage, part):
         return part_formats.count_parquet(file)
 
 

@@ -144,6 +144,9 @@ def s3_errors(place: str, kind: Kind) -> Iterator[None]:
         raise _to_ours(place, kind, error) from error
     except (BotoCoreError, ResponseParserError) as error:
         raise _to_ours(place, kind, error) from error
+    except (ValueError, KeyError) as error:
+        # An answer that was damaged on the way: botocore trusts its dates and numbers, and we its fields.
+        raise _unavailable(place, kind, f"its answer makes no sense: {type(error).__name__}") from error
 
 
 def error_code(error: ClientError) -> str:
@@ -153,10 +156,14 @@ def error_code(error: ClientError) -> str:
 
 def _to_ours(place: str, kind: Kind, error: Exception) -> JobsError:
     if _may_pass(error):
-        unavailable = SourceUnavailable if kind == "source" else OutputUnavailable
-        return unavailable(f"can't reach {place} now ({_reason(error)}): tried again until it answers")
+        return _unavailable(place, kind, _reason(error))
     ours = SourceError if kind == "source" else OutputError
     return ours(f"can't use {place} ({_reason(error)}): check the bucket, the credentials and the endpoint")
+
+
+def _unavailable(place: str, kind: Kind, reason: str) -> JobsError:
+    unavailable = SourceUnavailable if kind == "source" else OutputUnavailable
+    return unavailable(f"can't reach {place} now ({reason}): tried again until it answers")
 
 
 def _may_pass(error: Exception) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, Row, exists, select, update
+from sqlalchemy import Connection, Row, exists, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from jobs.errors import RefusedError, StoreError
@@ -31,7 +31,7 @@ from jobs.job_rows import (
     plan_values,
     select_jobs,
 )
-from jobs.models import jobs, plan_pieces
+from jobs.models import events, jobs, plan_pieces
 from jobs.moments import parse_moment
 from jobs.owner import Owner, is_dead
 from jobs.planning import Plan
@@ -42,6 +42,8 @@ from jobs.states import JobState, Runner
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec
+
+MAX_PLANNERS_LOST = 5
 
 MAX_KEY_SIZE = 255
 _TASK = re.compile(r"[\w.:-]+(@[\w.:-]+)?")  # as JobSpec.on_complete
@@ -101,6 +103,8 @@ class SubmitStore(RetryStore):
             if row is None or row.state != JobState.VALIDATING or is_planning(row, now):
                 return None
             if connection.scalar(select(exists().where(plan_pieces.c.job_id == job_id))):
+                return None
+            if row.plan_owner is not None and _is_deadly(connection, row, now):
                 return None
             values = {"plan_owner": owner.to_text(), "plan_lease_until": now + self._lease_s}
             connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
@@ -215,6 +219,19 @@ def is_planning(row: Any, now: float) -> bool:
     if row.plan_lease_until is None or row.plan_lease_until < now:
         return False
     return row.plan_owner is None or not is_dead(Owner.from_text(row.plan_owner))
+
+
+def _is_deadly(connection: Connection, job: Row[Any], now: float) -> bool:
+    """Counts a planner that was lost with the plan unfinished; after MAX_PLANNERS_LOST the job fails.
+
+    A damaged file can end the process that opens it: without a limit, worker after worker.
+    """
+    lost = events.c.job_id == job.id, events.c.kind == "planner_lost"
+    add_event(connection, job.id, now, "planner_lost", {"owner": job.plan_owner})
+    if int(connection.scalar(select(func.count()).where(*lost)) or 0) < MAX_PLANNERS_LOST:
+        return False
+    message = f"{MAX_PLANNERS_LOST} workers ended while they planned it: look for a damaged input file"
+    return end_job(connection, job.id, JobState.FAILED, now, message, before=[JobState.VALIDATING])
 
 
 def _lock_validating(connection: Connection, job_id: str) -> Row[Any] | None:

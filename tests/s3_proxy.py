@@ -61,6 +61,7 @@ class S3Proxy:
         self.target_port = target_port
         self.choose: Choice = no_fault
         self.counts: Counter[str] = Counter()  # by fault; "" are the requests that went through
+        self.silence_s: float | None = None  # how long a silence lasts; None: until the client gives up
         self.silence_ends = threading.Event()
         self._lock = threading.Lock()
         [self.port] = free_ports(1)
@@ -115,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault is Fault.RESET:
             self._reset()
         elif fault is Fault.SILENCE:
-            proxy.silence_ends.wait()
+            proxy.silence_ends.wait(proxy.silence_s)
             self._reset()
         else:
             self._forward(body, fault)

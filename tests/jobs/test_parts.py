@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import resource
 import uuid
@@ -410,3 +411,19 @@ def test_a_part_that_was_damaged_in_place_is_an_error(storage: Storage, out: Pat
     for use in (load_done_rows, count_part):
         with pytest.raises(OutputError, match="can't be read.*put the file back"):
             use(storage, part)
+
+
+def test_a_part_whose_footer_arrives_damaged_is_counted_by_its_own_bytes(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = write(storage, build_results(*range(100)))
+    shorter = write(storage, build_results(1, 2), shard_index=43)
+    good = count_part(storage, part)
+    for seen in (b"PAR1 damaged PAR1", storage.read(settle_part(storage, shorter))):
+        first = iter([io.BytesIO(seen)])
+        with monkeypatch.context() as patch:
+            whole = storage.open
+            patch.setattr(
+                storage, "open", lambda name, first=first, whole=whole: next(first, None) or whole(name)
+            )
+            assert count_part(storage, part) == good

@@ -163,6 +163,16 @@ def test_the_check_says_which_bucket_is_missing(s3_endpoint: str) -> None:
         check_s3("s3://no-such-bucket/x")
 
 
+@pytest.mark.parametrize("fault", [ValueError("Invalid timestamp"), KeyError("UploadId")])
+def test_an_answer_that_makes_no_sense_is_asked_for_again(fault: Exception) -> None:
+    """A flipped bit in a date or a tag: no request failed, and botocore or our own look at it did."""
+    with (
+        pytest.raises(OutputUnavailable, match="s3://b/k now.*makes no sense"),
+        s3_errors("s3://b/k", "output"),
+    ):
+        raise fault
+
+
 def test_the_check_waits_for_a_server_that_is_away(proxy: FaultyProxy, s3_root: str) -> None:
     proxy.always(Fault.RESET)
     with pytest.raises(OutputUnavailable):

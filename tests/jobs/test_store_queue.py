@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from jobs.claim_store import MAX_LOSSES
 from jobs.owner import current_owner
 from jobs.records import Signal
+from jobs.shard_store import LEASE_S
 from jobs.states import JobState
 from jobs.storage import Storage
 from jobs.store import Store
+from jobs.submit_store import MAX_PLANNERS_LOST
 from tests.jobs.cases import (
     ELSEWHERE,
     OFFER,
@@ -185,3 +188,46 @@ def test_a_requeued_shard_keeps_its_rows_for_the_next_worker(
     assert store.status(job.job_id).completed == 6
     assert store.load_job(job.job_id).state == JobState.IN_PROGRESS
     assert store.jobs_to_finalize() == [job.job_id]
+
+
+def test_a_shard_that_ends_worker_after_worker_fails_and_the_others_go_on(
+    store: Store, out: Path, clock: Clock
+) -> None:
+    job = submit_job(store, out, 4, 4)
+    for _ in range(MAX_LOSSES):
+        assert claim_next(store).range.shard_index == 0
+        clock.now += LEASE_S + 1
+    assert claim_next(store).range.shard_index == 1
+    assert store.status(job.job_id).shards == {"failed": 1, "running": 1}
+    assert "workers in a row ended" in (store.failed_shard_message(job.job_id) or "")
+
+
+def test_losses_with_finished_rows_between_are_no_reason_to_give_up(
+    store: Store, storage: Storage, out: Path, clock: Clock
+) -> None:
+    job = submit_job(store, out, 3 * MAX_LOSSES)
+    for i in range(2 * MAX_LOSSES):
+        claim = claim_next(store)
+        if i % 5 == 4:
+            assert commit_rows(store, storage, claim, i)
+        clock.now += LEASE_S + 1
+    assert claim_next(store).range.shard_index == 0
+    assert store.status(job.job_id).shards == {"running": 1}
+
+
+def test_a_job_that_ends_planner_after_planner_fails(store: Store, out: Path, clock: Clock) -> None:
+    job = submit_job(store, out)
+    for _ in range(MAX_PLANNERS_LOST):
+        assert store.claim_plan(job.job_id, ELSEWHERE) is not None
+        clock.now += LEASE_S + 1
+    assert store.claim_plan(job.job_id, ELSEWHERE) is None
+    assert store.load_job(job.job_id).state == JobState.FAILED
+    assert "damaged input" in (store.load_job(job.job_id).message or "")
+
+
+def test_a_plan_that_was_given_back_is_not_a_lost_one(store: Store, out: Path) -> None:
+    job = submit_job(store, out)
+    for _ in range(3 * MAX_PLANNERS_LOST):
+        assert store.claim_plan(job.job_id, ELSEWHERE) is not None
+        store.release_plan(job.job_id, ELSEWHERE)
+    assert store.load_job(job.job_id).state == JobState.VALIDATING

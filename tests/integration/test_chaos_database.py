@@ -1,0 +1,192 @@
+"""Figure 7: a PostgreSQL that is stopped, cut off or stalled, and whose replies to COMMIT get lost.
+
+No job is marked failed, every row is there once, and no shard stays running when its lease is over.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from time import monotonic
+
+import psutil
+import pytest
+
+from tests.integration.clean_run import (
+    assert_as_clean,
+    assert_survived,
+    num_overdue,
+    num_rows_redone,
+    pass_time,
+)
+from tests.integration.cluster import Cluster
+from tests.integration.commit_losses import KINDS, CommitLosses
+from tests.integration.worker_process import wait_until
+from tests.servers import PostgresServer, S3Server, running
+from tests.tcp_proxy import TcpProxy, proxy_before
+
+SLOW = {"null": "null:?delay_ms=10"}
+LEASE_S = 3.0
+RECOVERY_S = LEASE_S + 10.0
+
+
+@pytest.fixture
+def postgres() -> Iterator[PostgresServer]:
+    """One to stop."""
+    with running(PostgresServer) as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(postgres: PostgresServer) -> Iterator[TcpProxy]:
+    """The workers' way to it."""
+    with proxy_before(postgres.port) as opened:
+        yield opened
+
+
+@pytest.fixture
+def shaky(tmp_path: Path, postgres: PostgresServer, proxy: TcpProxy, redis_url: str) -> Iterator[Cluster]:
+    """Local files, and a database behind the proxy."""
+    with closing(open_cluster(tmp_path, postgres, proxy, redis_url, str(tmp_path / "data"))) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def shaky_s3(
+    tmp_path: Path,
+    postgres: PostgresServer,
+    proxy: TcpProxy,
+    redis_url: str,
+    s3_root: str,
+    s3_server: S3Server,
+) -> Iterator[Cluster]:
+    """The same with S3."""
+    with closing(open_cluster(tmp_path, postgres, proxy, redis_url, s3_root, s3_server)) as cluster:
+        yield cluster
+
+
+def open_cluster(
+    folder: Path, postgres: PostgresServer, proxy: TcpProxy, redis: str, root: str, s3: S3Server | None = None
+) -> Cluster:
+    url, reader_url = postgres.url(port=proxy.port), postgres.url()
+    return Cluster(folder, database_url=url, reader_url=reader_url, broker_url=redis, root=root, s3=s3)
+
+
+def num_committed(cluster: Cluster) -> int:
+    return int(cluster.query("SELECT coalesce(sum(part_rows), 0) AS rows FROM shards")[0]["rows"])
+
+
+def test_lost_replies_to_commits_cost_nothing(shaky: Cluster, proxy: TcpProxy) -> None:
+    expected = shaky.write_rows("in.jsonl", 300)
+    shaky.start_worker()
+    proxy.loses_reply_to = losses = CommitLosses(share=0.02)
+    job_id = shaky.submit("in.jsonl", "out", shard_rows=30)
+    shaky.wait_done(job_id)
+    assert_survived(shaky, job_id, expected)
+    assert losses.lost.keys() >= KINDS.keys() - {"heartbeat"}, losses.lost
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_many_lost_replies_to_commits_cost_nothing(shaky_s3: Cluster, proxy: TcpProxy) -> None:
+    expected = shaky_s3.write_rows("in.jsonl", 5000)
+    for _ in range(2):
+        shaky_s3.start_worker(SLOW)
+    proxy.loses_reply_to = losses = CommitLosses(share=0.1)
+    job_id = shaky_s3.submit("in.jsonl", "out", shard_rows=50)
+    shaky_s3.wait_done(job_id, 240.0)
+    assert_survived(shaky_s3, job_id, expected)
+    assert losses.lost.keys() == KINDS.keys() and proxy.num_lost_replies >= 30
+    print(f"figure 7: replies to COMMIT lost {dict(losses.lost)} of {dict(losses.seen)}, ", end="")
+    print(f"{num_rows_redone(shaky_s3, job_id)} rows redone at most, 0 jobs failed")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_database_that_stops_stalls_and_is_cut_off_fails_no_job(
+    shaky_s3: Cluster, proxy: TcpProxy, postgres: PostgresServer
+) -> None:
+    expected = shaky_s3.write_rows("in.jsonl", 5000)
+    for _ in range(2):
+        shaky_s3.start_worker(SLOW)
+    job_id = shaky_s3.submit("in.jsonl", "out", shard_rows=50)
+    shaky_s3.wait_rows(job_id, 200)
+    chance = random.Random(7)
+    recoveries = []
+    for number in range(8):
+        pass_time(chance.uniform(0.0, 1.0))
+        before = num_committed(shaky_s3)
+        if number == 3:
+            proxy.stall()
+            pass_time(LEASE_S + 2.0)  # nobody can keep a lease
+            proxy.resume()
+        elif number % 4 == 1:
+            proxy.cut()
+        else:
+            postgres.stop()
+            pass_time(chance.choice([0.0, 0.0, LEASE_S + 1.0]))
+            postgres.start()
+        start = monotonic()
+        shaky_s3.wait_rows(job_id, before + 1, RECOVERY_S)
+        recoveries.append(monotonic() - start)
+    shaky_s3.wait_done(job_id, 120.0)
+    assert_survived(shaky_s3, job_id, expected)
+    times = ", ".join(f"{recovery_s:.1f}" for recovery_s in recoveries)
+    print(f"figure 7: 8 faults, seconds to the next committed rows: {times}; ", end="")
+    print(f"{num_rows_redone(shaky_s3, job_id)} rows redone at most, 0 jobs failed")
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [("sqlite", "local"), pytest.param(("postgres", "s3"), marks=pytest.mark.long)],
+    indirect=True,
+    ids="-".join,
+)
+def test_sigterm_inside_a_commit_leaves_no_shard_running(cluster: Cluster) -> None:
+    """As in Celery's issue 10271: the signal comes while the transaction waits to be committed."""
+    expected = cluster.write_rows("in.jsonl", 300)
+    first = cluster.start_worker(crash_at="commit.inside:2!stop")
+    job_id = cluster.submit("in.jsonl", "out", shard_rows=30)
+    process = psutil.Process(first.pid)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 30.0, "it is inside a commit")
+    first.process.send_signal(signal.SIGTERM)
+    first.unpause()
+    assert first.wait(20.0) == 0
+    assert "running" not in {shard["state"] for shard in cluster.shards(job_id)}
+    assert num_committed(cluster) >= 60
+    cluster.start_worker()
+    cluster.wait_done(job_id)
+    assert_as_clean(cluster, job_id, expected)
+    assert "lost" not in {attempt["outcome"] for attempt in cluster.attempts(job_id)}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cluster", [("postgres", "s3")], indirect=True, ids="-".join)
+def test_no_shard_stays_running_after_twenty_sigterms(cluster: Cluster) -> None:
+    expected = cluster.write_rows("in.jsonl", 5000)
+    workers = [cluster.start_worker(SLOW) for _ in range(2)]
+    job_id = cluster.submit("in.jsonl", "out", shard_rows=50)
+    chance = random.Random(8)
+    for number in range(20):
+        cluster.wait_rows(job_id, min(200 * number + 50, 4900), 60.0)
+        pass_time(chance.uniform(0.0, 0.5))
+        leaving = workers[number % 2]
+        leaving.wait_until_up()
+        workers[number % 2] = cluster.start_worker(SLOW, is_awaited=False)
+        assert leaving.stop() == 0
+        left = cluster.query(
+            "SELECT id FROM shards WHERE state = 'running' AND owner LIKE :who", who=f"{leaving.pid}:%"
+        )
+        assert not left and not num_overdue(cluster, RECOVERY_S - LEASE_S)
+    cluster.wait_done(job_id, 120.0)
+    assert_as_clean(cluster, job_id, expected)
+    outcomes = [attempt["outcome"] for attempt in cluster.attempts(job_id)]
+    print(
+        f"figure 7: 20 SIGTERM, {len(outcomes)} attempts, {outcomes.count('requeued')} handed back, ", end=""
+    )
+    print(f"{outcomes.count('lost')} lost, {num_rows_redone(cluster, job_id)} rows redone at most")
+    assert outcomes.count("lost") == 0
