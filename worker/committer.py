@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -122,6 +123,8 @@ class Committer:
         )
         reach("commit.after")
         if not accepted:
+            if part is not None and context is not None:
+                self._discard(part, context)
             return Committed(claim, kind, claim.part, is_lost=True)
         if part is not None and context is not None:
             self._publish(claim, part, context)
@@ -144,9 +147,15 @@ class Committer:
             lambda: self._store.commit_shard(claim, part, counts, stats, clear_strip=True)
         )
         if not accepted:
+            self._discard(part, context)
             return Committed(claim, "strip", claim.part, is_lost=True)
         self._publish(claim, part, context)
         return Committed(claim, "strip", part, is_lost=False, stripped=counts)
+
+    def _discard(self, part: PartFile, context: JobContext) -> None:
+        """Removes the file of a refused commit: the job may have ended, and its folder been swept, meanwhile."""
+        with suppress(JobsError):
+            context.target.storage.delete(part.attempt)
 
     def _publish(self, claim: ShardClaim, part: PartFile, context: JobContext) -> None:
         self._patiently(lambda: publish_part(context.target.storage, self._store, claim.shard_id, part))
