@@ -27,6 +27,7 @@ class Damage:
         return Fault.TRUNCATE if is_read else Fault.FLIP
 
 
+@pytest.mark.long
 def test_damaged_puts_and_broken_off_gets_cost_nothing(faulty_s3: Cluster, s3_proxy: S3Proxy) -> None:
     damage_and_finish(faulty_s3, s3_proxy, num_rows=200, shard_rows=50)
 
@@ -49,6 +50,7 @@ def damage_and_finish(cluster: Cluster, proxy: S3Proxy, num_rows: int, shard_row
     print(f"{proxy.counts[Fault.TRUNCATE]} gets cut short, 0 rows wrong")
 
 
+@pytest.mark.long
 def test_a_part_that_arrives_damaged_is_not_merged(faulty_s3: Cluster, s3_proxy: S3Proxy) -> None:
     """The second worker goes on from the first one's part, and fetches it until it has the committed bytes."""
     expected = faulty_s3.write_rows("in.jsonl", 300)

@@ -166,6 +166,7 @@ def test_rows_that_kill_or_hang_the_engine_are_quarantined(cluster: Cluster) -> 
     check_deadly_rows(cluster, num_rows=40, shard_rows=20, deadly=deadly, num_workers=1)
 
 
+@pytest.mark.long
 @SHORT
 def test_a_worker_on_an_ill_machine_ends_and_blames_no_row(cluster: Cluster) -> None:
     check_illness(cluster, num_rows=400, shard_rows=20)

@@ -59,6 +59,7 @@ def test_a_fifth_of_all_requests_failing_costs_nothing(faulty_s3: Cluster, s3_pr
     assert_survived(faulty_s3, job_id, expected)
 
 
+@pytest.mark.long
 def test_an_outage_amid_the_parts_and_one_before_the_manifest_fail_nothing(
     faulty_s3: Cluster, s3_proxy: S3Proxy
 ) -> None:
@@ -120,6 +121,7 @@ def test_an_outage_of_five_minutes_fails_no_job(faulty_s3: Cluster, s3_proxy: S3
     print(f"{num_rows_redone(faulty_s3, job_id)} rows redone at most, 0 failed jobs")
 
 
+@pytest.mark.long
 def test_an_upload_by_parts_whose_worker_is_killed_is_swept(faulty_s3: Cluster, s3_proxy: S3Proxy) -> None:
     """20 rows of 900,000 characters make a part of two uploads; the worker dies at the second."""
     expected = faulty_s3.write_rows("in.jsonl", 20)

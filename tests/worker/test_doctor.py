@@ -210,6 +210,7 @@ def test_no_password_of_a_broker_is_shown() -> None:
     assert "hush" not in check.detail + check.remedy
 
 
+@pytest.mark.long
 def test_a_bucket_that_is_not_there_is_a_warning_and_a_dead_endpoint_a_failure(
     s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from engine.errors import ModelRefused
 from jobs.errors import RefusedError
 from worker import local_order
+from worker.local_run import retry_local
 
 PROMPT = "{{ text }}"
 
@@ -178,3 +179,28 @@ def test_output_is_readable_as_one_table_while_and_after_the_job_runs(kit: Any) 
     kit.run(kit.write_jsonl(_rows(300)), prompt=PROMPT, shard_rows=50)
     table = pa.concat_tables([pq.read_table(part) for part in sorted(kit.output.glob("part-*.parquet"))])
     assert table.num_rows == 300
+
+
+def test_failed_rows_of_a_local_job_are_computed_again_on_request(kit: Any) -> None:
+    source = kit.write_jsonl([{"text": f"row {i}"} for i in range(200)])
+    fields = {"prompt": "{{ text }}", "model": "null:?failure_rate=0.2", "shard_rows": 40}
+    assert kit.run(source, **fields) == 0
+    before = kit.rows()
+    num_failed = sum(row["error_code"] == "null_failure" for row in before)
+    display = kit.new_display()
+    assert retry_local(str(kit.output), None, display) == 0
+    assert f"{num_failed} failed rows are computed again" in display.notes[0]
+    assert kit.rows() == before  # this model fails the same rows each time
+    assert (kit.output / "_manifest.json").exists()
+    with kit.store() as store:
+        job = store.find_job(str(kit.output))
+        status = store.status(job.job_id)
+    assert (status.state, status.completed, status.failed) == ("completed", 200 - num_failed, num_failed)
+    assert display.updates[-1].rows_done == 200
+
+
+def test_a_retry_without_failed_rows_is_refused(kit: Any) -> None:
+    source = kit.write_jsonl([{"text": "row"}])
+    assert kit.run(source, prompt="{{ text }}") == 0
+    with pytest.raises(RefusedError, match="no failed rows"):
+        retry_local(str(kit.output), None, kit.new_display())
