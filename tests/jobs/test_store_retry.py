@@ -218,8 +218,11 @@ def test_the_pause_before_a_retry_is_no_active_time(
     assert store.status(job_id).elapsed_s == pytest.approx(before_s + 5.0)
 
 
-def test_a_folder_is_that_of_its_job_and_not_of_one_that_was_refused(store: Store, out: Path) -> None:
+def test_a_folder_is_that_of_its_job_and_not_of_one_that_was_refused(
+    store: Store, out: Path, clock: Clock
+) -> None:
     job = submit_job(store, out, 4)
+    clock.now += 1.0  # jobs of one moment have no order
     refused = store.submit_job(JobSpec(input=["/data/x.jsonl"], output=str(out), model="m")).job
     assert store.find_job(str(out)) == store.load_job(refused.job_id)  # until it is known to be wrong
     store.refuse_plan(refused.job_id, "no such column")
