@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Self
@@ -50,7 +51,7 @@ def wheel_file(package: str, *parts: str) -> Path:
     return Path(spec.origin).parent.joinpath(*parts)
 
 
-class Server:
+class Server(ABC):
     """One server process. `stop` is immediate, as a crash is; `start` after it comes back with the same data."""
 
     num_ports: ClassVar[int] = 1
@@ -68,12 +69,13 @@ class Server:
     def port(self) -> int:
         return self.ports[0]
 
+    @abstractmethod
     def command(self) -> list[str]:
-        raise NotImplementedError
+        """The words that start it."""
 
+    @abstractmethod
     def check_ready(self) -> None:
         """Raises what the client raises while the server cannot answer yet."""
-        raise NotImplementedError
 
     def start(self) -> Self:
         assert self.process is None, "it runs already"

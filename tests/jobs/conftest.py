@@ -11,6 +11,7 @@ import pytest
 
 from jobs.database import connect_database
 from jobs.models import metadata
+from jobs.s3_file import S3InputFile
 from jobs.storage import Storage, open_storage
 from jobs.store import Store, open_store
 from tests.jobs.cases import Clock
@@ -72,3 +73,17 @@ def out(tmp_path: Path) -> Path:
 @pytest.fixture
 def storage(out: Path) -> Storage:
     return open_storage(str(out))
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of every GET of an input in S3."""
+    sizes: list[int] = []
+    get = S3InputFile._get
+
+    def count(self: S3InputFile, start: int, size: int) -> bytes:
+        sizes.append(size)
+        return get(self, start, size)
+
+    monkeypatch.setattr(S3InputFile, "_get", count)
+    return sizes

@@ -23,20 +23,6 @@ def put(root: str, data: bytes) -> str:
 
 
 @pytest.fixture
-def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The size of every GET."""
-    sizes: list[int] = []
-    get = S3InputFile._get
-
-    def count(self: S3InputFile, start: int, size: int) -> bytes:
-        sizes.append(size)
-        return get(self, start, size)
-
-    monkeypatch.setattr(S3InputFile, "_get", count)
-    return sizes
-
-
-@pytest.fixture
 def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between tries
     with run_proxy(s3_endpoint) as running:

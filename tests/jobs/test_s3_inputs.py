@@ -20,7 +20,6 @@ from jobs.plan_pieces import cut_pieces, join_pieces, plan_piece
 from jobs.planning import Plan, plan_shards
 from jobs.reading import load_columns, load_rows
 from jobs.s3 import s3_client, split_s3_uri
-from jobs.s3_file import S3InputFile
 from jobs.sources import Source, load_sources
 
 
@@ -50,20 +49,6 @@ def read(sources: list[Source], plan: Plan, *columns: str) -> Iterator[tuple[int
         for batch in load_rows(sources[shard.source_index], shard, columns):
             for row in batch:
                 yield row.source_index, row.row_index, row.values or str(row.error)
-
-
-@pytest.fixture
-def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The size of every GET."""
-    sizes: list[int] = []
-    get = S3InputFile._get
-
-    def count(self: S3InputFile, start: int, size: int) -> bytes:
-        sizes.append(size)
-        return get(self, start, size)
-
-    monkeypatch.setattr(S3InputFile, "_get", count)
-    return sizes
 
 
 IN_FOLDER = ["2024-01/e.jsonl", "a.ndjson.gz", "b.jsonl", "sub/c.parquet", "sub/deep/D.JSONL.ZST"]

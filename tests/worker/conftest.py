@@ -15,9 +15,12 @@ import pytest
 from jobs.database import database_url
 from jobs.spec import load_spec
 from jobs.store import Store, open_store
+from worker.cli import run_cli
 from worker.interrupts import Interrupts
 from worker.local_run import resume_local, run_local
 from worker.progress import Progress
+
+Invoke = Callable[..., tuple[int, str, str]]
 
 
 @dataclass
@@ -104,3 +107,15 @@ class JobKit:
 @pytest.fixture
 def kit(tmp_path: Path) -> JobKit:
     return JobKit(tmp_path)
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str]) -> Invoke:
+    """Run a command in this process: exit code, stdout, stderr."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = run_cli([str(word) for word in words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

@@ -22,21 +22,7 @@ import worker.cli
 from engine.errors import EngineDied, ModelRefused
 from jobs.errors import JobIsLive, OutputError, RefusedError
 from jobs.spec import JobSpec
-from worker.cli import run_cli
-
-Invoke = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def invoke(capsys: pytest.CaptureFixture[str]) -> Invoke:
-    """Run a command in this process: exit code, stdout, stderr."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        code = run_cli([str(word) for word in words])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+from tests.worker.conftest import Invoke
 
 
 @pytest.fixture

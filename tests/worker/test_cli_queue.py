@@ -26,22 +26,8 @@ from jobs.store import Store, open_store
 from tests.jobs.cases import claim_next as claim_one
 from tests.jobs.cases import finish_shard, start_job
 from tests.servers import RedisServer
+from tests.worker.conftest import Invoke
 from tests.worker.queue_kit import eventually
-from worker.cli import run_cli
-
-Invoke = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def invoke(capsys: pytest.CaptureFixture[str]) -> Invoke:
-    """Run a command in this process: exit code, stdout, stderr."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        code = run_cli([str(word) for word in words])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
