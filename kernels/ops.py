@@ -7,7 +7,7 @@ to the backend, so C++ and Triton kernels can bring a layout of their own. `refe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,15 +15,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import attention_cpu
+from kernels import attention_cpu, paged_cpu
+from kernels.cpu_library import NO_CPU_KERNELS, CpuKernels
+from kernels.pointwise_cpu import PointwiseKernels
+
+
+class RopeTables(NamedTuple):
+    """cos and sin of every position's angles: [num_positions, head_dim / 2] float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each head's queries and keys (Qwen3). q, k: [head_dim]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Neighbouring sequences of a step whose first `num_blocks` KV blocks are the same blocks."""
+    """Neighbouring sequences of a step whose KV blocks first_block:first_block + num_blocks are the same blocks.
+
+    Groups nest like a tree. The groups of one sequence follow each other from block 0 on, and all of its query rows
+    come after them.
+    """
 
     first_sequence: int
     num_sequences: int
+    first_block: int
     num_blocks: int
 
 
@@ -43,7 +65,10 @@ class AttentionBatch:
 
 
 class KVCache:
-    """Keys and values of all layers in blocks. Opaque: only the backend that made the storage reads it."""
+    """Keys and values of all layers in blocks. Opaque: only the backend that made the storage reads it.
+
+    kernels: the C++ kernels of this CPU; at level `none` the storage and the work are torch's.
+    """
 
     def __init__(
         self,
@@ -54,47 +79,68 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: CpuKernels = NO_CPU_KERNELS,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.device = device
-        self.storage = _backend(device).allocate_kv(
+        self._backend = _backend(device, kernels, head_dim)
+        self.storage = self._backend.allocate_kv(
             num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype
         )
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """Stores k, v: [num_tokens, num_kv_heads, head_dim].
+    def append(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rope: RopeTables,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        num_heads: int,
+        norms: HeadNorms | None = None,
+    ) -> None:
+        """Normalizes (where the model does) and rotates queries and keys in place, then stores keys and values.
 
-        slot_mapping: [num_tokens] int64, block * block_size + offset.
+        qkv: [padded_tokens, (num_heads + 2 num_kv_heads) * head_dim]; positions: [padded_tokens] int64;
+        slot_mapping: [num_tokens] int64, block * block_size + offset. Rows beyond num_tokens are padding.
         """
-        _backend(self.device).write_kv(self.storage, layer, k, v, slot_mapping)
+        self._backend.append(self.storage, layer, qkv, rope, positions, slot_mapping, num_heads, norms)
 
     def plan(self, batch: AttentionBatch) -> Any:
         """What a backend works out once a step and uses in every layer."""
-        return _backend(self.device).plan_attention(batch, self.block_size)
+        return self._backend.plan(batch, self.block_size)
 
-    def attend(self, layer: int, q: Tensor, plan: Any, scale: float) -> Tensor:
-        """Causal attention of q: [num_tokens, num_heads, head_dim] over the cached keys, same shape out.
+    def attend(self, layer: int, qkv: Tensor, plan: Any, scale: float, num_heads: int) -> Tensor:
+        """Causal attention of the queries in qkv (see append) over the cached keys.
 
-        Rows of q beyond the planned tokens are padding; their output is zero.
+        Returns [padded_tokens, num_heads * head_dim]; the rows of padding are zero.
         """
-        out: Tensor = _backend(self.device).attend(self.storage, layer, q, plan, scale)
+        out: Tensor = self._backend.attend(self.storage, layer, qkv, plan, scale, num_heads)
         return out
 
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension. x: [..., size]."""
-    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, rotate-half order (arXiv 2104.09864).
-
-    x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, head_dim], sin negated in its first half.
-    """
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+    def copy_blocks(self, pairs: NDArray[np.int32]) -> None:
+        """Copies whole blocks in all layers, pair after pair. pairs: [n, 2] int32, (from, to)."""
+        self._backend.copy_blocks(self.storage, pairs)
 
 
-def _backend(device: torch.device) -> Any:
-    if device.type == "cpu":
+class Pointwise:
+    """The row-wise operations around the linears, by the C++ kernels where there are some."""
+
+    def __init__(self, kernels: CpuKernels = NO_CPU_KERNELS) -> None:
+        self._compiled = None if kernels.library is None else PointwiseKernels(kernels.library)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight. x: [num_rows, size]; weight: [size]."""
+        if self._compiled is None:
+            return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+        return self._compiled.rms_norm(x, weight, eps)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The index of each row's largest value, the lowest of equal ones. logits: [num_rows, size] -> int64."""
+        return logits.argmax(-1) if self._compiled is None else self._compiled.argmax(logits)
+
+
+def _backend(device: torch.device, kernels: CpuKernels, head_dim: int) -> Any:
+    if device.type != "cpu":
+        raise ValueError(f"no kernels for device {device.type!r}; this build runs on: cpu")
+    if kernels.library is None or not paged_cpu.supports(head_dim):
         return attention_cpu
-    raise ValueError(f"no kernels for device {device.type!r}; this build runs on: cpu")
+    return paged_cpu.PagedCpu(kernels)

@@ -36,17 +36,17 @@ LIBRARIES = (
     *("tokenizers", "numpy", "jinja2", "msgpack", "pyarrow", "pydantic", "sqlalchemy", "alembic"),
     *("psycopg", "celery", "redis", "boto3"),
 )
-CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def run_checks(model: str | None, url: str | None, broker: str | None = None) -> list[Check]:
     """Every check in the order in which a person should read them; `broker` as for jobs.broker.broker_url."""
+    kernels_package = check_kernels_package(load_package_version, load_package_folder("kernels"))
     checks = [
         check_python(sys.version_info[:3]),
         check_torch(load_package_version),
         check_libraries(load_package_version),
-        check_kernels_package(load_package_version, load_package_folder("kernels")),
-        check_cpu(load_cpu_flags()),
+        kernels_package,
+        check_cpu(load_cpu_flags(), kernels_package.state == "ok"),
         check_memory(load_available_memory_bytes()),
         check_disk(load_state_folder(url)),
         check_database(url),
@@ -97,12 +97,28 @@ def check_kernels_package(load_version: Callable[[str], str | None], folder: Pat
     return Check("kernels package", "ok", str(ours))
 
 
-def check_cpu(flags: frozenset[str]) -> Check:
-    found = [name for name in CPU_FEATURES if name in flags]
-    named = ", ".join(found) or f"none of {', '.join(CPU_FEATURES)}"
-    detail = f"{named}; dtype auto means {resolve_dtype('auto')}"
+def check_cpu(flags: frozenset[str], is_ours: bool) -> Check:
+    """Which C++ kernels this CPU can run, and whether they are built or can be; is_ours: `import kernels` is safe."""
+    dtype = f"dtype auto means {resolve_dtype('auto')}"
     if "avx2" not in flags:
-        return Check("cpu", "warn", detail, "expect slow matrix products: run on a CPU with AVX2 or better")
+        remedy = "expect slow matrix products: run on an x86-64 CPU with AVX2 or better"
+        return Check("cpu", "warn", f"no AVX2, so no C++ kernels; {dtype}", remedy)
+    if not is_ours:
+        return Check("cpu", "warn", f"AVX2; {dtype}", "put the kernels package right first, then look again")
+    # Not at the top: it would run whatever package goes by the name of kernels.
+    from engine.cpu_state import load_cpu_state
+
+    state = load_cpu_state(flags)
+    if state.level == "none":
+        return Check("cpu", "warn", f"AVX2 without FMA, so no C++ kernels; {dtype}", "run on a newer CPU")
+    if state.is_built:
+        return Check("cpu", "ok", f"{state.level}, its C++ kernels are built; {dtype}")
+    if state.compiler is None:
+        detail = (
+            f"{state.level}, but there is no C++ compiler for its kernels, torch's own are slower; {dtype}"
+        )
+        return Check("cpu", "warn", detail, state.remedy)
+    detail = f"{state.level}, its C++ kernels are built on first use by {state.compiler}; {dtype}"
     return Check("cpu", "ok", detail)
 
 

@@ -1,4 +1,4 @@
-"""Paged attention against the reference: odd lengths, prefix groups, windows, padding, both dtypes."""
+"""Paged attention by torch's kernels against the reference, and which backend a device and a CPU get."""
 
 from __future__ import annotations
 
@@ -6,79 +6,76 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import ops, reference
+from kernels import attention_cpu, cpu_library, ops, paged_cpu
+from tests.kernels.test_paged_cpu import BLOCK, CASES, WINDOWS, Step, rotated
 
-BLOCK = 16
-
-
-def run_step(
-    lens, new, *, group=None, window=None, heads=6, kv_heads=2, dim=32, dtype=torch.float32, padding=3
-):
-    """One step over random sequences; returns (ours, reference). group: (first, count, num_blocks) shares blocks."""
-    generator = torch.Generator().manual_seed(7)
-    keys = [torch.randn(n, kv_heads, dim, generator=generator).to(dtype) for n in lens]
-    values = [torch.randn(n, kv_heads, dim, generator=generator).to(dtype) for n in lens]
-    if group:
-        first, count, blocks = group
-        for i in range(first + 1, first + count):
-            keys[i][: blocks * BLOCK] = keys[first][: blocks * BLOCK]
-            values[i][: blocks * BLOCK] = values[first][: blocks * BLOCK]
-    needed = [-(-n // BLOCK) for n in lens]
-    ids = iter(torch.randperm(sum(needed) + 1, generator=generator).tolist())
-    tables = np.zeros((len(lens), max(needed) + 2), dtype=np.int32)
-    for i, count_blocks in enumerate(needed):
-        for j in range(count_blocks):
-            shared = group and group[0] < i < group[0] + group[1] and j < group[2]
-            tables[i, j] = tables[group[0], j] if shared else next(ids)
-    cache = ops.KVCache(1, sum(needed) + 1, BLOCK, kv_heads, dim, dtype, torch.device("cpu"))
-    for i, n in enumerate(lens):
-        slots = torch.tensor([int(tables[i, t // BLOCK]) * BLOCK + t % BLOCK for t in range(n)])
-        cache.write(0, keys[i], values[i], slots)
-    queries = [torch.randn(n, heads, dim, generator=generator).to(dtype) for n in new]
-    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int64)
-    groups = (ops.PrefixGroup(*group),) if group else ()
-    batch = ops.AttentionBatch(starts, np.array(lens, dtype=np.int64), tables, groups, window)
-    q = torch.cat([*queries, torch.ones(padding, heads, dim, dtype=dtype)])
-    got = cache.attend(0, q, cache.plan(batch), dim**-0.5)
-    assert (got[len(q) - padding :] == 0).all()
-    want = [
-        reference.causal_attention(a, b, c, dim**-0.5, window)
-        for a, b, c in zip(queries, keys, values, strict=True)
-    ]
-    return got[: len(q) - padding], torch.cat(want)
-
-
-CASES = {
-    "one decode row": dict(lens=[1], new=[1]),
-    "decode rows of many lengths": dict(lens=[1, 15, 16, 17, 100, 33], new=[1] * 6),
-    "whole prompts": dict(lens=[5, 16, 40, 41], new=[5, 16, 40, 41]),
-    "chunks in the middle of prompts": dict(lens=[40, 64, 90], new=[8, 16, 33]),
-    "prefill and decode together": dict(lens=[40, 7, 90, 18], new=[40, 1, 10, 1]),
+MORE_CASES = {
     "more decode rows than a bucket": dict(lens=list(range(3, 133)), new=[1] * 130),
-    "a shared prefix": dict(lens=[70, 50, 81, 33], new=[1, 18, 3, 1], group=(0, 4, 2)),
-    "a shared prefix beside others": dict(lens=[9, 70, 50, 81, 33], new=[9, 1, 18, 49, 1], group=(1, 3, 2)),
-    "a sliding window": dict(lens=[70, 50, 20], new=[1, 18, 20], window=16),
-    "no grouped heads": dict(lens=[20, 3], new=[4, 3], heads=2, kv_heads=2),
+    "heads of a size that only torch can do": dict(lens=[70, 50, 81], new=[1, 18, 3], dim=24),
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize("case", (CASES | MORE_CASES).values(), ids=[*CASES, *MORE_CASES])
 def test_paged_attention_equals_the_reference(case):
-    got, want = run_step(**case)
+    got, want = Step(**case).run(attention_cpu)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", WINDOWS.values(), ids=list(WINDOWS))
+def test_in_a_sliding_window_a_shared_prefix_is_seen_through_the_window_only(case):
+    case = dict(case)
+    window = case.pop("window")
+    got, want = Step(**case).run(attention_cpu, window=window)
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
 def test_paged_attention_in_bfloat16_stays_within_its_precision():
-    got, want = run_step(lens=[70, 50, 81, 33], new=[1, 18, 3, 1], group=(0, 4, 2), dtype=torch.bfloat16)
+    got, want = Step(**CASES["nested prefixes"], dtype=torch.bfloat16).run(attention_cpu)
     torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
 
 
+def test_blocks_are_copied_in_every_layer_pair_after_pair():
+    storage = attention_cpu.allocate_kv(2, 4, BLOCK, 2, 8, torch.float32)
+    for cache in (cache for caches in storage for cache in caches):
+        cache.copy_(torch.randn(cache.shape))
+    want = [cache[:, 1].clone() for caches in storage for cache in caches]
+    attention_cpu.copy_blocks(storage, np.array([[1, 2], [2, 3]], np.int32))
+    for cache, block in zip((cache for caches in storage for cache in caches), want, strict=True):
+        assert torch.equal(cache[:, 2], block) and torch.equal(cache[:, 3], block)
+
+
+def test_queries_and_keys_are_rotated_in_place():
+    dim, angles = 8, torch.randn(9, 4)
+    storage = attention_cpu.allocate_kv(1, 1, BLOCK, 1, dim, torch.float32)
+    qkv, positions, slots = torch.randn(3, 3 * dim), torch.tensor([8, 0, 3]), torch.tensor([2, 0, 5])
+    before = qkv.clone().view(3, 3, dim)
+    attention_cpu.append(
+        storage, 0, qkv, ops.RopeTables(angles.cos(), angles.sin()), positions, slots, 1, None
+    )
+    turned = rotated(before[:, :2], angles.cos()[positions][:, None], angles.sin()[positions][:, None])
+    torch.testing.assert_close(qkv.view(3, 3, dim), torch.cat([turned, before[:, 2:]], 1))
+    assert torch.equal(storage[0][0][0, 0, slots], qkv.view(3, 3, dim)[:, 1])
+    assert torch.equal(storage[0][1][0, 0, slots], before[:, 2])
+
+
 def test_a_step_without_tokens_is_empty():
-    cache = ops.KVCache(1, 2, BLOCK, 1, 8, torch.float32, torch.device("cpu"))
+    cache = make_cache(8)
     batch = ops.AttentionBatch(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros((0, 1), np.int32))
-    assert cache.attend(0, torch.zeros(0, 2, 8), cache.plan(batch), 1.0).shape == (0, 2, 8)
+    assert cache.attend(0, torch.zeros(0, 32), cache.plan(batch), 1.0, 2).shape == (0, 16)
+
+
+def make_cache(head_dim, device="cpu", kernels=cpu_library.NO_CPU_KERNELS):
+    return ops.KVCache(1, 2, BLOCK, 1, head_dim, torch.float32, torch.device(device), kernels)
 
 
 def test_an_unknown_device_is_refused_by_name():
     with pytest.raises(ValueError, match="meta"):
-        ops.KVCache(1, 2, BLOCK, 1, 8, torch.float32, torch.device("meta"))
+        make_cache(8, "meta")
+
+
+def test_the_compiled_kernels_are_used_where_they_are_and_can_do_the_heads():
+    kernels = cpu_library.load_cpu_kernels()
+    expected = paged_cpu.PagedStorage if kernels.library is not None else list
+    assert isinstance(make_cache(64, kernels=kernels).storage, expected)
+    assert isinstance(make_cache(24, kernels=kernels).storage, list)
+    assert isinstance(make_cache(64).storage, list)
