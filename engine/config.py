@@ -23,6 +23,13 @@ class EngineOptions:
     enable_prefix_cache: bool = True
     max_model_tokens: int | None = None  # lowers the model's context
     num_threads: int | None = None
+    cpu_kernels: str = (
+        "auto"  # the highest instruction set to use: auto, amx, avx512, avx2, or none for torch alone
+    )
+    static_batches: bool = (
+        False  # for comparison only: in arrival order, a batch only when the last one has ended
+    )
+    record_steps: bool = False  # keep a StepRecord of every step
 
 
 @dataclass(frozen=True, slots=True)

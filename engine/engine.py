@@ -1,65 +1,58 @@
 """The engine: requests in, completions out.
 
-`step()` schedules, runs, samples and finishes; how each is done is in the module of that name.
+`step_finished()` schedules, runs, samples and finishes; how each is done is in the module of that name.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from array import array
 from collections.abc import Iterable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from engine.checkpoint import load_checkpoint, resolve_dtype
-from engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
-from engine.errors import ModelRefused
-from engine.memory import available_bytes
-from engine.model import MAX_HEAD_ROWS, Model
+from engine.config import BLOCK_SIZE
+from engine.model import MAX_HEAD_ROWS
 from engine.model_runner import ModelInput, ModelRunner
 from engine.request import Completion, EngineCounters, EngineInfo, Request
-from engine.sampler import sample
-from engine.scheduler import Scheduler
+from engine.sampler import sample, sampling_rows
+from engine.scheduler import ScheduledStep, Scheduler
 from engine.sequence import Sequence
+from engine.step_trace import StepRecord
 from engine.stop import StopChecker
-from engine.tokenizer import Tokenizer, load_tokenizer
-from engine.weights import iterate_weights
-from kernels.linear import can_pack
-from kernels.ops import KVCache
-
-logger = logging.getLogger(__name__)
-
-MAX_NUM_SEQS = 256
-MAX_NUM_BATCHED_TOKENS = 1024  # of a step: on CPUs more gains nothing
-MIN_NUM_BATCHED_TOKENS = 64
-MAX_STEP_S = 10.0  # a slow model takes smaller steps: the worker hears of the engine between them
-MIN_KV_CACHE_BYTES = 576 << 20
-MIN_KV_CACHE_TOKENS = 8192
+from engine.tokenizer import Tokenizer
 
 
 class Engine:
-    """One model on one device. Not thread-safe: one loop adds, cancels and steps."""
+    """One model on one device. One loop adds, cancels and steps; only `complete` may be called by another thread."""
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, tokenizer: Tokenizer, info: EngineInfo
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        info: EngineInfo,
+        record_steps: bool = False,
     ) -> None:
         self.info = info
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
+        self.step_records: list[StepRecord] = []
+        self._record_steps = record_steps
         self._sequences: dict[int, Sequence] = {}
-        self._refused: list[Completion] = []
+        self._refused: list[Sequence] = []
 
     def add(self, requests: list[Request]) -> None:
-        """Queues requests. One that can never fit is completed with an error in the next step."""
+        """Queues requests. One that can never fit ends with an error in the next step."""
         now = time.monotonic()
         accepted = []
         for request in requests:
             assert request.request_id not in self._sequences, f"request {request.request_id} is already here"
-            problem = self._problem(request)
-            if problem:
-                self._refused.append(_refusal(request, *problem))
-                continue
             sequence = Sequence(request, self._max_total_tokens(request), now)
+            sequence.error = self._problem(request)
+            if sequence.error:
+                self._refused.append(sequence)
+                continue
             if request.sampling.stop:
                 sequence.stop_checker = StopChecker(request.sampling.stop, self.tokenizer.detokenizer())
             self._sequences[request.request_id] = sequence
@@ -71,7 +64,7 @@ class Engine:
         for request_id in request_ids:
             sequence = self._sequences.pop(request_id, None)
             if sequence is not None:
-                self.scheduler.finish(sequence)
+                self.scheduler.cancel(sequence)
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -83,60 +76,43 @@ class Engine:
 
     def step(self) -> list[Completion]:
         """Runs one step and returns the requests that it finished."""
+        return [self.complete(sequence) for sequence in self.step_finished()]
+
+    def step_finished(self) -> list[Sequence]:
+        """Runs one step; the sequences that have ended, each to be given to `complete` once."""
         refused, self._refused = self._refused, []
+        clock = [time.monotonic()]
         scheduled = self.scheduler.schedule()
-        if not scheduled.items:
+        if not len(scheduled.slots):
             return refused
-        model_input = self.runner.build_input(scheduled)
+        clock.append(time.monotonic())
+        model_input = self.runner.build_input(scheduled, self.scheduler.slots)
+        clock.append(time.monotonic())
         hidden = self.runner.run(model_input)
-        tokens = self._sample(hidden, model_input)
+        clock.append(time.monotonic())
+        tokens = self._sample(hidden, model_input.sampled)
+        clock.append(time.monotonic())
         self.scheduler.advance(scheduled)
-        return refused + self._finish(model_input.sampled, tokens)
+        finished = self._finish(model_input.sampled, tokens)
+        clock.append(time.monotonic())
+        if self._record_steps:
+            self._record(clock, scheduled, model_input, len(finished))
+        return refused + finished
 
-    @torch.inference_mode()
-    def _sample(self, hidden: torch.Tensor, model_input: ModelInput) -> list[int]:
-        tokens: list[int] = []
-        for start in range(0, len(hidden), MAX_HEAD_ROWS):
-            logits = self.runner.model.logits(hidden[start : start + MAX_HEAD_ROWS])
-            tokens += sample(logits, model_input.sampled[start : start + MAX_HEAD_ROWS])
-        return tokens
-
-    def _finish(self, sequences: list[Sequence], tokens: list[int]) -> list[Completion]:
-        """Appends each sequence's token; those that reached an end leave and become completions."""
-        now = time.monotonic()
-        completions = []
-        for sequence, token in zip(sequences, tokens, strict=True):
-            sequence.token_ids.append(token)
-            if sequence.first_token_s is None:
-                sequence.first_token_s = now
-            sequence.finish_reason = self._finish_reason(sequence, token)
-            if sequence.finish_reason is not None:
-                self.scheduler.finish(sequence)
-                del self._sequences[sequence.request.request_id]
-                completions.append(self._complete(sequence, now))
-        return completions
-
-    def _finish_reason(self, sequence: Sequence, token: int) -> str | None:
-        sampling = sequence.request.sampling
-        if token in sampling.stop_token_ids:
-            return "stop"
-        if not sampling.ignore_eos and token in self.tokenizer.eos_token_ids:
-            return "stop"
-        if sequence.stop_checker is not None:
-            sequence.stop_text = sequence.stop_checker.push(token)
-            if sequence.stop_text is not None:
-                return "stop"
-        return "length" if len(sequence.token_ids) >= sequence.max_total_tokens else None
-
-    def _complete(self, sequence: Sequence, now: float) -> Completion:
-        output = sequence.token_ids[sequence.num_prompt_tokens :]
+    def complete(self, sequence: Sequence) -> Completion:
+        """The completion of a sequence that has ended, with its text. Thread-safe: nothing else uses the sequence."""
+        request_id, output = sequence.request.request_id, sequence.output
+        if sequence.error is not None:
+            size = sequence.num_prompt_tokens
+            return Completion(request_id, output, "", "error", size, 0, 0, 0.0, 0.0, 0.0, *sequence.error)
         text = sequence.stop_text
         if text is None:
             ended = sequence.finish_reason == "stop"
             text = self.tokenizer.decode(output[:-1] if ended else output)
-        assert sequence.first_scheduled_s is not None and sequence.first_token_s is not None
+        first_token_s, finished_s = sequence.first_token_s, sequence.finished_s
+        assert sequence.first_scheduled_s is not None and first_token_s is not None and finished_s is not None
         return Completion(
-            request_id=sequence.request.request_id,
+            request_id=request_id,
             token_ids=output,
             text=text,
             finish_reason=sequence.finish_reason or "",
@@ -144,8 +120,73 @@ class Engine:
             num_cached_tokens=sequence.num_cached_tokens,
             num_output_tokens=len(output),
             queue_wait_s=sequence.first_scheduled_s - sequence.arrival_s,
-            time_to_first_token_s=sequence.first_token_s - sequence.arrival_s,
-            time_per_token_s=(now - sequence.first_token_s) / max(1, len(output) - 1),
+            time_to_first_token_s=first_token_s - sequence.arrival_s,
+            time_per_token_s=(finished_s - first_token_s) / max(1, len(output) - 1),
+        )
+
+    @torch.inference_mode()
+    def _sample(self, hidden: torch.Tensor, sampled: NDArray[np.int64]) -> NDArray[np.int64]:
+        rows = sampling_rows(self.scheduler.slots, sampled)
+        model = self.runner.model
+        if len(sampled) <= MAX_HEAD_ROWS:
+            return sample(model.logits(hidden), rows, model.pointwise.argmax)
+        tokens = []
+        for start in range(0, len(sampled), MAX_HEAD_ROWS):
+            chosen = sampled[start : start + MAX_HEAD_ROWS]
+            logits = model.logits(hidden[start : start + MAX_HEAD_ROWS])
+            tokens.append(sample(logits, sampling_rows(self.scheduler.slots, chosen), model.pointwise.argmax))
+        return np.concatenate(tokens)
+
+    def _finish(self, sampled: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[Sequence]:
+        """Appends each slot's token; the sequences that reached an end leave."""
+        now, slots = time.monotonic(), self.scheduler.slots
+        slots.append_tokens(sampled, tokens, now)
+        is_eos = np.isin(tokens, self.tokenizer.eos_token_ids) & ~slots.ignore_eos[sampled]
+        is_full = slots.num_tokens[sampled] >= slots.max_total[sampled]
+        finished = []
+        for i in np.flatnonzero(is_eos | is_full | slots.needs_checks[sampled]).tolist():
+            sequence = slots[int(sampled[i])]
+            stopped = bool(is_eos[i])
+            if slots.needs_checks[sampled[i]]:
+                stopped |= _is_stopped(sequence, int(tokens[i]))
+            if stopped or is_full[i]:
+                sequence.finish_reason = "stop" if stopped else "length"
+                sequence.finished_s = now
+                self.scheduler.finish(sequence)
+                del self._sequences[sequence.request.request_id]
+                finished.append(sequence)
+        return finished
+
+    def _record(
+        self, clock: list[float], step: ScheduledStep, model_input: ModelInput, num_finished: int
+    ) -> None:
+        schedule_s, build_s, forward_s, sample_s, finish_s = np.diff(clock).tolist()
+        lens, starts = model_input.attention.seq_lens, model_input.attention.query_start_loc
+        repeated = (
+            sum((g.num_sequences - 1) * g.num_blocks for g in model_input.attention.groups) * BLOCK_SIZE
+        )
+        num_new, num_prefill = step.num_new, int(starts[-1]) - step.num_decodes
+        counters = self.counters()
+        self.step_records.append(
+            StepRecord(
+                start_s=clock[0],
+                schedule_s=schedule_s,
+                build_s=build_s,
+                forward_s=forward_s,
+                sample_s=sample_s,
+                finish_s=finish_s,
+                num_decode_tokens=step.num_decodes,
+                num_prefill_tokens=num_prefill,
+                num_sampled=len(model_input.sampled),
+                num_finished=num_finished,
+                num_preempted=step.num_preempted,
+                num_running=counters.num_running,
+                num_waiting=counters.num_waiting,
+                num_blocks_used=counters.num_kv_blocks_used,
+                context_tokens=int(lens.sum()),
+                unique_context_tokens=int(lens.sum()) - repeated,
+                num_query_keys=int((num_new * (lens - num_new) + num_new * (num_new + 1) // 2).sum()),
+            )
         )
 
     def _max_total_tokens(self, request: Request) -> int:
@@ -156,98 +197,25 @@ class Engine:
 
     def _problem(self, request: Request) -> tuple[str, str] | None:
         """(code, message) of a request that can't be run; None for the others."""
-        size = len(request.prompt_token_ids)
+        size, room = len(request.prompt_token_ids), self.info.max_request_tokens
         if size == 0:
             return "empty_prompt", "the prompt has no tokens; the model needs at least one"
         if size >= self.info.context_size:
-            return (
-                "prompt_too_long",
-                f"{size} prompt tokens, the context holds {self.info.context_size} with the output",
-            )
-        if size >= self.info.max_request_tokens:
-            room = self.info.max_request_tokens
-            return (
-                "request_too_large",
-                f"{size} prompt tokens never fit the KV cache of {room}; shorten the prompt",
-            )
-        if max(request.prompt_token_ids) >= self.runner.model.config.vocab_size:
-            return (
-                "wrong_type",
-                f"a prompt token id is beyond the vocabulary of {self.runner.model.config.vocab_size}",
-            )
+            limit = self.info.context_size
+            return "prompt_too_long", f"{size} prompt tokens, the context holds {limit} with the output"
+        if size >= room:
+            message = f"{size} prompt tokens never fit the KV cache of {room}; shorten the prompt"
+            return "request_too_large", message
+        vocab_size = self.runner.model.config.vocab_size
+        if max(request.prompt_token_ids) >= vocab_size:
+            return "wrong_type", f"a prompt token id is beyond the vocabulary of {vocab_size}"
         return None
 
 
-def build_engine(model: str, options: EngineOptions) -> Engine:
-    """Loads the model at a path and returns an engine that is ready to step. Raises ModelRefused."""
-    started = time.monotonic()
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
-    checkpoint = load_checkpoint(model)
-    dtype_name = resolve_dtype(options.dtype)
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    config = checkpoint.config
-    tokenizer = load_tokenizer(model)
-    num_blocks = _num_kv_blocks(config, options, dtype)
-    context_size = min(config.context_size, options.max_model_tokens or config.context_size)
-    max_request_tokens = min(context_size, num_blocks * BLOCK_SIZE)
-    if not can_pack(dtype):
-        logger.warning("no prepacked %s linears on this CPU: steps are several times slower", dtype_name)
-    weights = Model(config, iterate_weights(checkpoint, dtype), dtype, max_request_tokens)
-    with torch.inference_mode():
-        budget = options.max_num_batched_tokens or _token_budget(weights)
-        weights.warm(budget)
-    max_num_seqs = min(options.max_num_seqs or MAX_NUM_SEQS, budget)
-    cache = KVCache(
-        config.num_layers,
-        num_blocks,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        dtype,
-        torch.device("cpu"),
-    )
-    info = EngineInfo(
-        model=model,
-        dtype=dtype_name,
-        context_size=context_size,
-        max_request_tokens=max_request_tokens,
-        num_kv_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        load_s=time.monotonic() - started,
-        device="cpu",
-    )
-    runner = ModelRunner(weights, cache, max_num_seqs, max_request_tokens)
-    scheduler = Scheduler(num_blocks, max_num_seqs, budget, options.enable_prefix_cache)
-    return Engine(runner, scheduler, tokenizer, info)
-
-
-def _token_budget(model: Model) -> int:
-    """The largest power of two whose step is expected to take at most MAX_STEP_S."""
-    seconds, budget = model.step_seconds(MIN_NUM_BATCHED_TOKENS), MIN_NUM_BATCHED_TOKENS
-    while budget < MAX_NUM_BATCHED_TOKENS and 2 * seconds <= MAX_STEP_S:
-        seconds, budget = 2 * seconds, 2 * budget
-    return budget
-
-
-def _num_kv_blocks(config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> int:
-    """Blocks of the KV cache: as told, else 8192 tokens or 576 MiB, whichever is more, at most 2/5 of free memory."""
-    if options.num_kv_blocks is not None:
-        return options.num_kv_blocks
-    block_bytes = BLOCK_SIZE * config.kv_bytes_per_token_f32 * dtype.itemsize // 4
-    wanted = options.kv_cache_bytes
-    if wanted is None:
-        roomy = MIN_KV_CACHE_TOKENS * block_bytes // BLOCK_SIZE
-        wanted = min(max(MIN_KV_CACHE_BYTES, roomy), available_bytes() * 2 // 5)
-    if wanted < 2 * block_bytes:
-        raise ModelRefused(
-            f"a KV cache of {wanted} bytes holds no two blocks of {block_bytes}; free memory or choose a smaller model"
-        )
-    return int(wanted // block_bytes)
-
-
-def _refusal(request: Request, code: str, message: str) -> Completion:
-    size = len(request.prompt_token_ids)
-    return Completion(request.request_id, array("I"), "", "error", size, 0, 0, 0.0, 0.0, 0.0, code, message)
+def _is_stopped(sequence: Sequence, token: int) -> bool:
+    """Whether the token is a stop token of the row or completes one of its stop strings."""
+    if token in sequence.request.sampling.stop_token_ids:
+        return True
+    if sequence.stop_checker is not None:
+        sequence.stop_text = sequence.stop_checker.push(token)
+    return sequence.stop_text is not None

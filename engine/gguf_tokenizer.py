@@ -26,6 +26,7 @@ _DIGITS = {"type": "Digits", "individual_digits": True}
 # tokenizer.ggml.pre -> the steps before byte-level BPE: a splitting pattern, or GPT-2's own after other steps
 _PATTERNS = {"qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "tekken": _TEKKEN}
 _PATTERNS |= dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3)
+SPLIT_PATTERNS = frozenset(_PATTERNS.values())
 _STEPS: dict[str, list[dict[str, Any]]] = {name: [] for name in ("default", "gpt-2", "gpt2")}
 _STEPS |= {name: [_DIGITS] for name in ("smollm", "starcoder", "refact", "command-r")}
 _IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a whole word in the vocabulary is one token

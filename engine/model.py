@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,28 +18,32 @@ from engine.config import ModelConfig
 from engine.errors import ModelRefused
 from engine.rope import build_rope_tables
 from kernels import ops
-from kernels.linear import Linear, round_rows, warm_sizes
+from kernels.cpu_library import NO_CPU_KERNELS, CpuKernels
+from kernels.linear import GatedLinear, Linear, round_rows, warm_sizes
+from kernels.linear_cpu import activation_dtype
 
+Packed = TypeVar("Packed", Linear, GatedLinear)
 MAX_HEAD_ROWS = 256  # logits are made for so many tokens at a time: 256 x 49,152 float32 are 50 MB
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one decoder layer; q_norm and k_norm: [head_dim] where the architecture has them."""
+    """Weights of one decoder layer; head_norms where the architecture has them."""
 
     input_norm: Tensor
     qkv: Linear  # [(num_heads + 2 num_kv_heads) * head_dim, hidden_size]
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    head_norms: ops.HeadNorms | None
     output: Linear
     mlp_norm: Tensor
-    gate: Linear
-    up: Linear
+    gated: GatedLinear  # silu(gate x) * up x: [intermediate_size]
     down: Linear
 
 
 class Model:
-    """Weights on the device, ready to run. weights: pairs (Hugging Face name, tensor) in any order."""
+    """Weights on the device, ready to run. weights: pairs (Hugging Face name, tensor of `dtype`) in any order.
+
+    Where the CPU can't multiply bfloat16, weights and KV cache of that type are read as such and all else is float32.
+    """
 
     def __init__(
         self,
@@ -47,18 +51,21 @@ class Model:
         weights: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype,
         num_positions: int,
+        kernels: CpuKernels = NO_CPU_KERNELS,
     ) -> None:
-        self.config = config
-        self.cos, self.sin = build_rope_tables(config, num_positions, dtype)
+        self.config, self.kernels = config, kernels
+        self.dtype = activation_dtype(kernels, dtype)
+        self.pointwise = ops.Pointwise(kernels)
+        self.rope = build_rope_tables(config, num_positions)
         self.scale = config.head_dim**-0.5
-        loader = _LayerLoader(config)
+        loader = _LayerLoader(config, kernels, self.dtype)
         for name, tensor in weights:
             loader.take(name, tensor)
         self.layers = loader.layers()
         self.embedding = loader.pop("model.embed_tokens.weight")
-        self.final_norm = loader.pop("model.norm.weight")
+        self.final_norm = loader.pop("model.norm.weight").to(self.dtype)
         head = None if config.tie_embeddings else loader.pop("lm_head.weight")
-        self.head = Linear(self.embedding if head is None else head)
+        self.head = Linear(self.embedding if head is None else head, None, kernels)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, cache: ops.KVCache, plan: Any
@@ -67,24 +74,28 @@ class Model:
 
         input_ids, positions: [padded_tokens] int64; slot_mapping: [num_tokens]; rows after num_tokens are padding.
         """
-        x = self.embedding[input_ids]
-        cos, sin = self.cos[positions], self.sin[positions]
+        c = self.config
+        x = self.embedding[input_ids].to(self.dtype)
         for index, layer in enumerate(self.layers):
-            h = ops.rms_norm(x, layer.input_norm, self.config.rms_norm_eps)
-            attended = self._attend(index, layer, h, cos, sin, slot_mapping, cache, plan)
+            qkv = layer.qkv(self._norm(x, layer.input_norm))
+            cache.append(index, qkv, self.rope, positions, slot_mapping, c.num_heads, layer.head_norms)
+            attended = cache.attend(index, qkv, plan, self.scale, c.num_heads)
             x = layer.output.add(attended, x)
-            h = ops.rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps)
-            x = layer.down.add(layer.up.mul(h, layer.gate.silu(h)), x)
+            x = layer.down.add(layer.gated(self._norm(x, layer.mlp_norm)), x)
         return x[: len(slot_mapping)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_tokens, vocab_size] of hidden: [num_tokens, hidden_size]; at most MAX_HEAD_ROWS tokens."""
         assert len(hidden) <= MAX_HEAD_ROWS, f"{len(hidden)} rows for the head, at most {MAX_HEAD_ROWS}"
-        normed = ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
-        padding = round_rows(len(hidden)) - len(hidden)
+        normed = self._norm(hidden, self.final_norm)
+        padding = self.padded_rows(len(hidden)) - len(hidden)
         if padding:
             normed = torch.nn.functional.pad(normed, (0, 0, 0, padding))
         return self.head(normed)[: len(hidden)]
+
+    def padded_rows(self, num_rows: int) -> int:
+        """The number of rows that linears are called with for `num_rows` tokens."""
+        return round_rows(num_rows, self.head.any_rows)
 
     def step_seconds(self, num_rows: int) -> float:
         """How long the linear layers of a step of this many tokens take, by one layer's time."""
@@ -95,49 +106,30 @@ class Model:
 
     def warm(self, max_rows: int) -> None:
         """Runs every row count once through one layer and the head, so that no step waits for code generation."""
-        for rows in warm_sizes(max_rows):
+        for rows in warm_sizes(max_rows, self.head.any_rows):
             self._run_linears(rows)
-        for rows in warm_sizes(min(max_rows, MAX_HEAD_ROWS)):
-            self.logits(torch.zeros(rows, self.config.hidden_size, dtype=self.embedding.dtype))
+        for rows in warm_sizes(min(max_rows, MAX_HEAD_ROWS), self.head.any_rows):
+            self.logits(torch.zeros(rows, self.config.hidden_size, dtype=self.dtype))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.pointwise.rms_norm(x, weight, self.config.rms_norm_eps)
 
     def _run_linears(self, num_rows: int) -> None:
         layer, size = self.layers[0], self.config.num_heads * self.config.head_dim
-        x = torch.zeros(num_rows, self.config.hidden_size, dtype=self.embedding.dtype)
+        x = torch.zeros(num_rows, self.config.hidden_size, dtype=self.dtype)
         layer.qkv(x)
         layer.output.add(x.new_zeros(num_rows, size), x)
-        layer.down.add(layer.up.mul(x, layer.gate.silu(x)), x)
-
-    def _attend(
-        self,
-        index: int,
-        layer: Layer,
-        h: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slot_mapping: Tensor,
-        cache: ops.KVCache,
-        plan: Any,
-    ) -> Tensor:
-        c = self.config
-        heads = layer.qkv(h).view(len(h), -1, c.head_dim)  # [T, H + 2 KVH, D]
-        qk, v = heads.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], 1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rms_norm(qk[:, : c.num_heads], layer.q_norm, c.rms_norm_eps)
-            k = ops.rms_norm(qk[:, c.num_heads :], layer.k_norm, c.rms_norm_eps)
-            qk = torch.cat([q, k], 1)
-        q, k = ops.rope(qk, cos, sin).split([c.num_heads, c.num_kv_heads], 1)
-        num_tokens = len(slot_mapping)
-        cache.write(index, k[:num_tokens], v[:num_tokens], slot_mapping)
-        return cache.attend(index, q, plan, self.scale).view(len(h), -1)
+        layer.down.add(layer.gated(x), x)
 
 
 class _LayerLoader:
     """Takes tensors in any order and packs a linear as soon as its parts are there, so that few are held twice."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, kernels: CpuKernels, dtype: torch.dtype) -> None:
+        self.config, self.kernels, self.dtype = config, kernels, dtype
         self.parts: dict[str, Tensor] = {}
         self.linears: dict[str, Linear] = {}
+        self.gated: dict[str, GatedLinear] = {}
 
     def take(self, name: str, tensor: Tensor) -> None:
         self.parts[name] = tensor
@@ -150,9 +142,10 @@ class _LayerLoader:
             self._pack(base + "qkv", [f"{base}self_attn.{p}_proj" for p in "qkv"], self.config.qkv_bias)
         elif rest.startswith("self_attn.o_proj"):
             self._pack(base + "self_attn.o_proj", [base + "self_attn.o_proj"], self.config.output_bias)
+        elif rest.startswith("mlp.down_proj"):
+            self._pack(base + "mlp.down_proj", [base + "mlp.down_proj"], self.config.mlp_bias)
         elif rest.startswith("mlp."):
-            linear = base + ".".join(rest.split(".")[:2])
-            self._pack(linear, [linear], self.config.mlp_bias)
+            self._pack_gated(base + "mlp.")
 
     def layers(self) -> list[Layer]:
         """The layers, in order. Raises ModelRefused naming what is missing."""
@@ -167,34 +160,53 @@ class _LayerLoader:
         return self.parts.pop(name)
 
     def _layer(self, base: str) -> Layer:
-        qk_norm = self.config.qk_norm
         return Layer(
-            input_norm=self.pop(base + "input_layernorm.weight"),
-            qkv=self._linear(base + "qkv"),
-            q_norm=self.pop(base + "self_attn.q_norm.weight") if qk_norm else None,
-            k_norm=self.pop(base + "self_attn.k_norm.weight") if qk_norm else None,
-            output=self._linear(base + "self_attn.o_proj"),
-            mlp_norm=self.pop(base + "post_attention_layernorm.weight"),
-            gate=self._linear(base + "mlp.gate_proj"),
-            up=self._linear(base + "mlp.up_proj"),
-            down=self._linear(base + "mlp.down_proj"),
+            input_norm=self.pop(base + "input_layernorm.weight").to(self.dtype),
+            qkv=self._take(self.linears, base + "qkv"),
+            head_norms=self._head_norms(base) if self.config.qk_norm else None,
+            output=self._take(self.linears, base + "self_attn.o_proj"),
+            mlp_norm=self.pop(base + "post_attention_layernorm.weight").to(self.dtype),
+            gated=self._take(self.gated, base + "mlp."),
+            down=self._take(self.linears, base + "mlp.down_proj"),
         )
 
-    def _linear(self, name: str) -> Linear:
-        if name not in self.linears:
+    def _head_norms(self, base: str) -> ops.HeadNorms:
+        q, k = (self.pop(f"{base}self_attn.{name}_norm.weight").to(self.dtype) for name in "qk")
+        return ops.HeadNorms(q, k, self.config.rms_norm_eps)
+
+    def _take(self, packed: dict[str, Packed], name: str) -> Packed:
+        if name not in packed:
             raise ModelRefused(
                 f"the weights of {name!r} are missing; the checkpoint is incomplete, get it again"
             )
-        return self.linears.pop(name)
+        return packed.pop(name)
 
     def _pack(self, name: str, sources: list[str], has_bias: bool) -> None:
         """Packs the linear `name` from its sources, once all of their tensors are there."""
-        needed = [
-            f"{s}.{kind}" for s in sources for kind in (("weight", "bias") if has_bias else ("weight",))
-        ]
-        if not all(n in self.parts for n in needed):
+        tensors = self._pop_all([f"{s}.{kind}" for s in sources for kind in _kinds(has_bias)])
+        if tensors is None:
             return
-        tensors = {n: self.parts.pop(n) for n in needed}
         weight = torch.cat([tensors[f"{s}.weight"] for s in sources])
         bias = torch.cat([tensors[f"{s}.bias"] for s in sources]) if has_bias else None
-        self.linears[name] = Linear(weight, bias)
+        self.linears[name] = Linear(weight, bias, self.kernels)
+
+    def _pack_gated(self, base: str) -> None:
+        """Packs gate and up together, once both are there."""
+        kinds = _kinds(self.config.mlp_bias)
+        tensors = self._pop_all([f"{base}{name}_proj.{kind}" for name in ("gate", "up") for kind in kinds])
+        if tensors is not None:
+            parts = [
+                tensors.get(f"{base}{name}_proj.{k}") for k in ("weight", "bias") for name in ("gate", "up")
+            ]
+            gate, up, gate_bias, up_bias = parts
+            assert gate is not None and up is not None
+            self.gated[base] = GatedLinear(gate, up, gate_bias, up_bias, self.kernels)
+
+    def _pop_all(self, names: list[str]) -> dict[str, Tensor] | None:
+        if not all(name in self.parts for name in names):
+            return None
+        return {name: self.parts.pop(name) for name in names}
+
+
+def _kinds(has_bias: bool) -> tuple[str, ...]:
+    return ("weight", "bias") if has_bias else ("weight",)

@@ -27,6 +27,7 @@ _KEYS = ("delay_ms", "failure_rate", "crash_on", "hang_on", "load_ms")
 _CONTEXT_SIZE = 1 << 20
 _MAX_NUM_SEQS = 256
 _MAX_STEP_S = 0.05  # delays: a step takes no more rows than fit, so that cancels and progress stay prompt
+_FATAL_STEP_S = 0.1  # into a step: what the one before it finished is sent by then
 _MIN_TEXT_TOKENS, _MAX_TEXT_TOKENS = 8, 32
 _WORDS = (
     "amber anchor apple arrow autumn basket beacon bridge candle canyon cedar circle cloud copper coral "
@@ -134,12 +135,18 @@ class NullEngine:
         return replace(self._counters, num_waiting=len(self._waiting))
 
     def step(self) -> list[Completion]:
+        """Completes the next rows."""
+        return [self.complete(finished) for finished in self.step_finished()]
+
+    def complete(self, finished: Completion) -> Completion:
+        """What a step finished, as it is: the text stands for the model's work."""
+        return finished
+
+    def step_finished(self) -> list[Completion]:
+        """Completes the next rows, the text included: it stands for the model's work and is counted."""
         num_rows = min(self._num_step_rows, len(self._waiting))
         rows = [self._waiting.popleft() for _ in range(num_rows)]
-        if self._holds(rows, self._settings.crash_on):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self._holds(rows, self._settings.hang_on):
-            os.kill(os.getpid(), signal.SIGSTOP)  # also silences the thread that reports
+        self._misbehave(rows)
         start = time.monotonic()
         if self._settings.delay_s > 0:
             time.sleep(self._settings.delay_s * num_rows)
@@ -152,6 +159,15 @@ class NullEngine:
             num_output_tokens=before.num_output_tokens + sum(c.num_output_tokens for c in completions),
         )
         return completions
+
+    def _misbehave(self, rows: list[tuple[Request, float]]) -> None:
+        for text, signal_number in (
+            (self._settings.crash_on, signal.SIGKILL),
+            (self._settings.hang_on, signal.SIGSTOP),  # also silences the threads that send
+        ):
+            if self._holds(rows, text):
+                time.sleep(_FATAL_STEP_S)
+                os.kill(os.getpid(), signal_number)
 
     def _holds(self, rows: list[tuple[Request, float]], text: bytes) -> bool:
         # The low byte of each u32 is the text; ids above 255 are markers, which no text holds.

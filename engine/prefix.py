@@ -1,8 +1,8 @@
 """The prefix tree over all waiting and running requests: it is the prefix cache.
 
-A node is a run of whole blocks of prompt tokens. It knows how many requests will still use it, so nothing is left to
-an LRU: a shared block is computed once (the others wait for it), kept while somebody will use it, and freed after the
-last. A radix tree at block granularity; its children are found by their first block's tokens.
+A node is a run of prompt tokens that the same requests share. It knows how many requests will still use it, so
+nothing is left to an LRU: shared tokens are computed once (the others wait for them), kept while somebody will use
+them, and freed after the last. Sharing is by tokens: of a block that two prompts share in part, the later one copies.
 """
 
 from __future__ import annotations
@@ -11,40 +11,63 @@ from typing import NamedTuple
 
 from engine.block_pool import BlockPool
 from engine.config import BLOCK_SIZE
+from engine.prefix_theory import common_tokens
 from engine.sequence import Sequence
 
-BLOCK_BYTES = BLOCK_SIZE * 4  # a block's token ids as uint32
+TOKEN_BYTES = 4  # a token id as uint32
 
 
 class PrefixNode:
-    """A run of blocks that the same requests share. `blocks` are the leading ones that are computed."""
+    """A run of tokens. Its first `num_filled` ones are in the cache, in `blocks`.
 
-    __slots__ = ("blocks", "children", "num_running", "num_users", "owner", "parent", "start", "tokens")
+    `blocks` begin with the block that holds the token `start`. Where that is not a block's first token, the block holds
+    the parents' tokens too: a node's own version of a block is complete up to the node's tokens.
+    """
+
+    __slots__ = (
+        *("blocks", "children", "num_filled", "num_running", "num_users"),
+        *("owner", "parent", "start", "tokens"),
+    )
 
     def __init__(self, parent: PrefixNode | None, start: int, tokens: bytes) -> None:
         self.parent = parent
-        self.start = start  # blocks before this node
+        self.start = start  # tokens before this node
         self.tokens = tokens
-        self.children: dict[bytes, PrefixNode] = {}
+        self.children: dict[bytes, PrefixNode] = {}  # by their first token
         self.blocks: list[int] = []
+        self.num_filled = 0
         self.num_users = 0  # waiting and running requests whose prompt begins with this path
         self.num_running = 0
-        self.owner: Sequence | None = None  # the running sequence that is computing the missing blocks
+        self.owner: Sequence | None = None  # the running sequence that is computing the missing tokens
 
     @property
     def end(self) -> int:
-        """Blocks up to and including this node."""
-        return self.start + len(self.tokens) // BLOCK_BYTES
+        """Tokens up to and including this node."""
+        return self.start + len(self.tokens) // TOKEN_BYTES
 
     @property
-    def is_computed(self) -> bool:
-        """Whether every block of the node is in the cache."""
-        return self.start + len(self.blocks) == self.end
+    def filled_end(self) -> int:
+        """Tokens up to the last one of this node that is in the cache."""
+        return self.start + self.num_filled
+
+    @property
+    def first_block(self) -> int:
+        """Which block of a prompt blocks[0] is."""
+        return self.start // BLOCK_SIZE
+
+    @property
+    def num_waiting(self) -> int:
+        """Users to come."""
+        return self.num_users - self.num_running
 
 
 class PrefixMatch(NamedTuple):
-    """The computed blocks a prompt begins with; `must_wait` when another sequence is computing the next one."""
+    """How much of a prompt is computed, and the blocks that hold it: the last one in part, unless it ends a block.
 
+    `must_wait`: another sequence is computing the next token.
+    """
+
+    num_tokens: int
     blocks: list[int]
     must_wait: bool
 
@@ -56,69 +79,74 @@ class PrefixTree:
         self.pool = pool
         self.enabled = enabled
         self.root = PrefixNode(None, 0, b"")
-        self._holding: set[PrefixNode] = set()  # the nodes that list blocks
+        self.holding: set[PrefixNode] = set()  # the nodes that list blocks
+        self._num_listed = [
+            0
+        ] * pool.num_blocks  # by how many nodes: one block can hold several nodes' tokens
 
     def add(self, sequence: Sequence) -> None:
-        """Counts the sequence as a user of its prompt's whole blocks; the last token is never among them."""
+        """Counts the sequence as a user of its prompt; the last token is not part of it: its logits are needed."""
         if not self.enabled:
             return
-        num_blocks = (sequence.num_prompt_tokens - 1) // BLOCK_SIZE
-        tokens = sequence.token_ids[: num_blocks * BLOCK_SIZE].tobytes()
+        tokens = sequence.prompt[:-TOKEN_BYTES]
         node, position = self.root, 0
         node.num_users += 1
         while position < len(tokens):
-            key = tokens[position : position + BLOCK_BYTES]
+            key = tokens[position : position + TOKEN_BYTES]
             child = node.children.get(key)
             if child is None:
-                child = PrefixNode(node, position // BLOCK_BYTES, tokens[position:])
+                child = PrefixNode(node, position // TOKEN_BYTES, tokens[position:])
                 node.children[key] = child
-            elif (common := _common_bytes(child.tokens, tokens, position)) < len(child.tokens):
+            elif (common := common_tokens(child.tokens, tokens, position) * TOKEN_BYTES) < len(child.tokens):
                 child = self._split(child, common)
             child.num_users += 1
             node, position = child, position + len(child.tokens)
         sequence.prefix_leaf = node
 
     def match(self, sequence: Sequence) -> PrefixMatch:
-        """What of the prompt is computed already, block by block from the start."""
+        """What of the prompt is computed already, token by token from the start."""
         blocks: list[int] = []
-        for node in _path(sequence.prefix_leaf):
-            blocks += node.blocks
-            if not node.is_computed:
-                return PrefixMatch(blocks, node.owner is not None)
-        return PrefixMatch(blocks, False)
+        num_tokens = 0
+        for node in path_to(sequence.prefix_leaf):
+            if node.blocks:
+                blocks[node.first_block :] = node.blocks
+            num_tokens = node.filled_end
+            if num_tokens < node.end:
+                return PrefixMatch(num_tokens, blocks, node.owner is not None)
+        return PrefixMatch(num_tokens, blocks, False)
 
     def admit(self, sequence: Sequence) -> None:
         """The sequence runs from now on and computes what nobody else does of its path."""
-        for node in _path(sequence.prefix_leaf):
+        for node in path_to(sequence.prefix_leaf):
             node.num_running += 1
-            if not node.is_computed and node.owner is None:
+            if node.owner is None and node.filled_end < node.end:
                 node.owner = sequence
 
     def publish(self, sequence: Sequence) -> None:
-        """Lists the prompt blocks that the sequence has computed since the last call."""
-        leaf = sequence.prefix_leaf
-        if leaf is None or sequence.num_tree_blocks == leaf.end:
-            return
-        num_computed = min(sequence.num_computed_tokens // BLOCK_SIZE, leaf.end)
-        for node in _path(leaf):
-            while sequence.num_tree_blocks < min(node.end, num_computed):
-                if node.start + len(node.blocks) != sequence.num_tree_blocks:
-                    return  # computed twice, after an eviction: these copies stay the sequence's own
-                block = sequence.block_table[sequence.num_tree_blocks]
-                self.pool.share(block)
-                node.blocks.append(block)
-                self._holding.add(node)
-                sequence.num_tree_blocks += 1
-            if node.is_computed:
-                node.owner = None
+        """Lists what the sequence has computed since the last call of the nodes that it owns."""
+        computed, table = sequence.num_computed_tokens, sequence.block_table
+        for node in path_to(sequence.prefix_leaf):
+            end = min(node.end, computed)
+            if node.owner is sequence and node.filled_end < end:
+                kept = node.filled_end // BLOCK_SIZE - node.first_block  # its full blocks
+                kept = min(kept, len(node.blocks))
+                blocks = table[node.first_block + kept : -(-end // BLOCK_SIZE)].tolist()
+                self._list(blocks)
+                self._unlist(node.blocks[kept:])  # a part of a block, which the sequence had copied
+                node.blocks[kept:] = blocks
+                node.num_filled = end - node.start
+                self.holding.add(node)
+                if end == node.end:
+                    node.owner = None
+            if node.end > computed:
+                return
 
     def suspend(self, sequence: Sequence) -> None:
         """The sequence runs no more (finished or preempted), so others may compute what it owned."""
-        for node in _path(sequence.prefix_leaf):
+        for node in path_to(sequence.prefix_leaf):
             node.num_running -= 1
             if node.owner is sequence:
                 node.owner = None
-        sequence.num_tree_blocks = 0
 
     def remove(self, sequence: Sequence) -> None:
         """One user less on the path; nodes without users go, and their blocks with them."""
@@ -127,25 +155,25 @@ class PrefixTree:
         while node is not None:
             node.num_users -= 1
             if node.num_users == 0:
-                self._drop_blocks(node, 0)
+                self._truncate(node, 0)
                 if node.parent is not None:
                     assert not node.children, "a prefix node without users has children"
-                    del node.parent.children[node.tokens[:BLOCK_BYTES]]
+                    del node.parent.children[node.tokens[:TOKEN_BYTES]]
             node = node.parent
 
-    def evict(self, num_blocks: int, max_users: int | None = None) -> int:
-        """Frees up to num_blocks blocks that no running sequence holds: fewest future users first, deepest first.
+    def evict(self, num_blocks: int, max_waiting: int | None = None) -> int:
+        """Frees up to num_blocks blocks that no running sequence holds: fewest users to come first, deepest first.
 
-        max_users spares prefixes with more users than that. Returns how many were freed.
+        max_waiting spares prefixes with more users to come than that. Returns how many were freed.
         """
         freed = 0
-        nodes = [n for n in self._holding if max_users is None or n.num_users <= max_users]
-        for node in sorted(nodes, key=lambda n: (n.num_users, -n.start)):
+        nodes = [n for n in self.holding if max_waiting is None or n.num_waiting <= max_waiting]
+        for node in sorted(nodes, key=lambda n: (n.num_waiting, -n.start)):
             keep = len(node.blocks)
-            while keep > 0 and freed < num_blocks and self.pool.ref_count(node.blocks[keep - 1]) == 1:
+            while keep > 0 and freed < num_blocks and self._is_held_only_here(node.blocks[keep - 1]):
                 keep -= 1
-                freed += 1
-            self._drop_blocks(node, keep)
+                freed += self._num_listed[node.blocks[keep]] == 1
+            self._truncate(node, keep)
             if freed == num_blocks:
                 break
         return freed
@@ -156,12 +184,13 @@ class PrefixTree:
         while stack:
             node = stack.pop()
             assert node is self.root or node.num_users > 0, "a prefix node without users stayed"
-            assert sum(c.num_users for c in node.children.values()) <= node.num_users, (
-                "more users below than above"
-            )
-            assert node.num_running <= node.num_users, "more running than users"
+            below = sum(c.num_users for c in node.children.values())
+            assert below <= node.num_users, "more users below than above"
+            assert 0 <= node.num_running <= node.num_users, "more running than users"
             assert all(self.pool.ref_count(b) > 0 for b in node.blocks), "the prefix tree lists a free block"
-            assert bool(node.blocks) == (node in self._holding), "the set of holding nodes is wrong"
+            assert bool(node.blocks) == (node in self.holding), "the set of holding nodes is wrong"
+            covered = -(-node.filled_end // BLOCK_SIZE) - node.first_block if node.num_filled else 0
+            assert len(node.blocks) == covered, f"{len(node.blocks)} blocks for {covered}"
             stack += node.children.values()
 
     def _split(self, node: PrefixNode, num_bytes: int) -> PrefixNode:
@@ -169,28 +198,50 @@ class PrefixTree:
         assert node.parent is not None
         upper = PrefixNode(node.parent, node.start, node.tokens[:num_bytes])
         upper.num_users, upper.num_running, upper.owner = node.num_users, node.num_running, node.owner
-        cut = num_bytes // BLOCK_BYTES
-        upper.blocks, node.blocks = node.blocks[:cut], node.blocks[cut:]
-        node.parent.children[node.tokens[:BLOCK_BYTES]] = upper
+        upper.num_filled = min(node.num_filled, num_bytes // TOKEN_BYTES)
+        node.parent.children[node.tokens[:TOKEN_BYTES]] = upper
         node.parent, node.start, node.tokens = upper, upper.end, node.tokens[num_bytes:]
-        upper.children[node.tokens[:BLOCK_BYTES]] = node
-        if upper.is_computed:
+        node.num_filled -= upper.num_filled
+        upper.children[node.tokens[:TOKEN_BYTES]] = node
+        covered = -(-upper.filled_end // BLOCK_SIZE) - upper.first_block if upper.num_filled else 0
+        upper.blocks, rest = node.blocks[:covered], node.blocks[covered:]
+        if node.num_filled and node.start % BLOCK_SIZE:  # both halves lie in one block
+            rest.insert(0, upper.blocks[-1])
+            self._list(rest[:1])
+        node.blocks = rest
+        if upper.filled_end == upper.end:
             upper.owner = None
         for half in (upper, node):
             self._note_holding(half)
         return upper
 
-    def _drop_blocks(self, node: PrefixNode, keep: int) -> None:
-        for block in node.blocks[keep:]:
-            self.pool.release(block)
-        del node.blocks[keep:]
+    def _truncate(self, node: PrefixNode, keep: int) -> None:
+        """Leaves the node its first `keep` blocks."""
+        if keep < len(node.blocks):
+            self._unlist(node.blocks[keep:])
+            del node.blocks[keep:]
+            node.num_filled = max(0, (node.first_block + keep) * BLOCK_SIZE - node.start) if keep else 0
         self._note_holding(node)
 
+    def _is_held_only_here(self, block: int) -> bool:
+        """Whether only nodes of the tree hold the block."""
+        return self.pool.ref_count(block) == self._num_listed[block]
+
+    def _list(self, blocks: list[int]) -> None:
+        self.pool.share(blocks)
+        for block in blocks:
+            self._num_listed[block] += 1
+
+    def _unlist(self, blocks: list[int]) -> None:
+        self.pool.release(blocks)
+        for block in blocks:
+            self._num_listed[block] -= 1
+
     def _note_holding(self, node: PrefixNode) -> None:
-        (self._holding.add if node.blocks else self._holding.discard)(node)
+        (self.holding.add if node.blocks else self.holding.discard)(node)
 
 
-def _path(leaf: PrefixNode | None) -> list[PrefixNode]:
+def path_to(leaf: PrefixNode | None) -> list[PrefixNode]:
     """The nodes from the root's child down to the leaf."""
     path = []
     while leaf is not None and leaf.parent is not None:
@@ -198,16 +249,3 @@ def _path(leaf: PrefixNode | None) -> list[PrefixNode]:
         leaf = leaf.parent
     path.reverse()
     return path
-
-
-def _common_bytes(edge: bytes, tokens: bytes, position: int) -> int:
-    """How many bytes of whole blocks the edge shares with tokens[position:]; at least one block, by the child's key."""
-    low, high = 1, min(len(edge), len(tokens) - position) // BLOCK_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        size = middle * BLOCK_BYTES
-        if edge[:size] == tokens[position : position + size]:
-            low = middle
-        else:
-            high = middle - 1
-    return low * BLOCK_BYTES

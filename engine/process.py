@@ -1,8 +1,8 @@
 """The engine process: `python -m engine.process --fd N` runs one engine at the far end of a socket.
 
 It owns the accelerator and the model, apart from the worker, so that a crash here costs rows in flight and no
-more. A reader thread takes messages while a step runs; the main thread steps. It ignores SIGINT (the worker
-decides) and dies with its parent. It knows nothing of jobs, shards or files.
+more. The main thread steps; meanwhile a reader thread takes messages and a writer thread sends what is finished.
+It ignores SIGINT (the worker decides) and dies with its parent. It knows nothing of jobs, shards or files.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from queue import Empty, SimpleQueue
-from typing import NoReturn, Protocol
+from typing import Any, Generic, NoReturn, Protocol
 
 from engine import protocol
 from engine.config import EngineOptions
 from engine.errors import ModelRefused
 from engine.null_engine import NullEngine, is_null_url
 from engine.protocol import Message
+from engine.report_writer import F, Report, ReportWriter
 from engine.request import Completion, EngineCounters, EngineInfo, Request
 
 EXIT_STOPPED = 0
@@ -37,14 +39,18 @@ PROGRESS_S = 0.25  # at least this often while the loop is alive; the worker's h
 _BUSY_PROGRESS_S = 0.05  # steps that finish no row report no more often than this
 _RECEIVE_BYTES = 1 << 18
 _GC_THRESHOLD = 50_000  # rows are thousands of objects and no cycles: fewer searches for those
+_SWITCH_S = 0.0005  # the other threads run Python, and a step takes the interpreter back after each kernel
 _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE_CHARS = 500
 
 logger = logging.getLogger(__name__)
 
 
-class SteppingEngine(Protocol):
-    """What the loop needs of an engine; engine.engine.Engine and NullEngine have it."""
+class SteppingEngine(Protocol[F]):
+    """What this process needs of an engine; engine.engine.Engine and NullEngine have it.
+
+    `complete` is called from another thread than the rest, while the next step runs.
+    """
 
     info: EngineInfo
 
@@ -52,37 +58,37 @@ class SteppingEngine(Protocol):
 
     def cancel(self, request_ids: Iterable[int]) -> None: ...
 
-    def step(self) -> list[Completion]: ...
+    def step_finished(self) -> list[F]: ...
+
+    def complete(self, finished: F, /) -> Completion: ...
 
     def has_work(self) -> bool: ...
 
     def counters(self) -> EngineCounters: ...
 
 
-class EngineLoop:
-    """Messages in, steps, completions out. `send` takes the bytes of whole messages and may block."""
+class EngineLoop(Generic[F]):
+    """Messages in, steps, reports out. `report` may block."""
 
     def __init__(
-        self, engine: SteppingEngine, inbox: SimpleQueue[Message], send: Callable[[bytes], None]
+        self,
+        engine: SteppingEngine[F],
+        inbox: SimpleQueue[Message],
+        report: Callable[[Report[F]], None],
     ) -> None:
         self._engine = engine
         self._inbox = inbox
-        self._send = send
+        self._report = report
         self._last_progress_s = 0.0
 
     def run_once(self, now: Callable[[], float] = time.monotonic) -> None:
         """Takes every message there is, makes one step if there is work, reports. Idle: waits a little."""
         self._receive(0.0 if self._engine.has_work() else PROGRESS_S)
-        completions = self._engine.step() if self._engine.has_work() else []
+        finished = self._engine.step_finished() if self._engine.has_work() else []
         interval_s = _BUSY_PROGRESS_S if self._engine.has_work() else PROGRESS_S
-        frames: list[bytes] = []
-        if completions or now() - self._last_progress_s >= interval_s:
-            # Progress goes first: who has read a completion knows the counts that include it.
-            frames.append(protocol.encode_progress(self._engine.counters()))
+        if finished or now() - self._last_progress_s >= interval_s:
+            self._report(Report(self._engine.counters(), finished))
             self._last_progress_s = now()
-        frames.extend(protocol.encode_completions(completions))
-        if frames:
-            self._send(b"".join(frames))
 
     def _receive(self, timeout_s: float) -> None:
         try:
@@ -95,18 +101,18 @@ class EngineLoop:
 
     def _apply(self, message: Message) -> None:
         if message.kind == "add":
-            self._engine.add(protocol.decode_add(message.payload))
+            self._engine.add(message.payload)
         elif message.kind == "cancel":
             self._engine.cancel(message.payload)
         else:
             raise protocol.ProtocolError(f"a message of kind {message.kind!r} is not for a loaded engine")
 
 
-def load_engine(model: str, options: EngineOptions) -> SteppingEngine:
+def load_engine(model: str, options: EngineOptions) -> SteppingEngine[Any]:
     """The engine for this model; only a real one imports torch. Raises ModelRefused."""
     if is_null_url(model):
         return NullEngine(model, options)
-    from engine.engine import build_engine
+    from engine.build import build_engine
 
     return build_engine(model, options)
 
@@ -118,9 +124,10 @@ def serve(inbox: SimpleQueue[Message], send: Callable[[bytes], None]) -> int:
         model, options = protocol.decode_load(message.payload)
         engine = load_engine(model, options)
         send(protocol.encode_loaded(engine.info))
-        loop = EngineLoop(engine, inbox, send)
-        while True:
-            loop.run_once()
+        with closing(ReportWriter(engine.complete, send)) as writer:  # what is finished goes before a fatal
+            loop = EngineLoop(engine, inbox, writer.put)
+            while True:
+                loop.run_once()
     except ModelRefused as error:
         return _report(send, EXIT_REFUSED, "refused", str(error))
     except MemoryError as error:
@@ -140,7 +147,7 @@ def _report(send: Callable[[bytes], None], exit_code: int, code: str, message: s
 
 
 def read_messages(connection: socket.socket, inbox: SimpleQueue[Message]) -> NoReturn:
-    """The reader thread: fills the inbox, so that a worker that sends never waits for a step to end.
+    """The reader thread: fills the inbox with decoded messages; a worker that sends never waits for a step to end.
 
     Ends the process, whatever the main thread does, when the worker says stop or is gone.
     """
@@ -150,7 +157,7 @@ def read_messages(connection: socket.socket, inbox: SimpleQueue[Message]) -> NoR
             for message in reader.feed(data):
                 if message.kind == "stop":
                     os._exit(EXIT_STOPPED)
-                inbox.put(message)
+                inbox.put(protocol.decode_command(message))
     except ConnectionError:
         pass  # the worker is gone
     except protocol.ProtocolError as error:
@@ -180,6 +187,7 @@ def main() -> NoReturn:
     die_with_parent(arguments.parent or os.getppid())
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     gc.set_threshold(_GC_THRESHOLD)
+    sys.setswitchinterval(_SWITCH_S)
     connection = socket.socket(fileno=arguments.fd)
     connection.set_inheritable(False)  # a grandchild holding it would hide this process's end from the worker
     inbox: SimpleQueue[Message] = SimpleQueue()

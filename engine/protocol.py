@@ -22,6 +22,7 @@ BATCH_BYTES = 1 << 20  # rows are cut into messages of about this size
 
 _LENGTH = struct.Struct("<I")
 _ROW_BYTES = 64  # a row's other fields, roughly
+_AddedRow = tuple[int, bytes, int, int, int]  # request_id, prompt, index of its sampling, seed, group
 
 
 class ProtocolError(EngineError):
@@ -91,7 +92,7 @@ def decode_load(payload: Any) -> tuple[str, EngineOptions]:
 def encode_add(requests: Iterable[Request]) -> Iterator[bytes]:
     """The requests as messages of about BATCH_BYTES; equal sampling parameters travel once a message."""
     indices: dict[SamplingParams, int] = {}
-    rows: list[tuple[int, bytes, int, int]] = []
+    rows: list[_AddedRow] = []
     num_bytes = 0
     last: SamplingParams | None = None
     index = 0
@@ -100,7 +101,7 @@ def encode_add(requests: Iterable[Request]) -> Iterator[bytes]:
             last = request.sampling
             index = indices.setdefault(last, len(indices))
         prompt = _to_bytes(request.prompt_token_ids)
-        rows.append((request.request_id, prompt, index, request.seed))
+        rows.append((request.request_id, prompt, index, request.seed, request.group))
         num_bytes += len(prompt) + _ROW_BYTES
         if num_bytes >= BATCH_BYTES:
             yield _encode_rows(indices, rows)
@@ -109,15 +110,25 @@ def encode_add(requests: Iterable[Request]) -> Iterator[bytes]:
         yield _encode_rows(indices, rows)
 
 
-def _encode_rows(indices: dict[SamplingParams, int], rows: list[tuple[int, bytes, int, int]]) -> bytes:
+def _encode_rows(indices: dict[SamplingParams, int], rows: list[_AddedRow]) -> bytes:
     return encode_message("add", {"sampling": [_fields(params) for params in indices], "rows": rows})
+
+
+def decode_command(message: Message) -> Message:
+    """A message to the engine with the requests of an add decoded; raises ProtocolError."""
+    if message.kind != "add":
+        return message
+    try:
+        return Message("add", decode_add(message.payload))
+    except (LookupError, TypeError, ValueError) as error:
+        raise ProtocolError(f"an add message without requests: {error}") from error
 
 
 def decode_add(payload: Any) -> list[Request]:
     sampling = [SamplingParams(**values) for values in payload["sampling"]]
     return [
-        Request(request_id, _to_array(prompt), sampling[index], seed)
-        for request_id, prompt, index, seed in payload["rows"]
+        Request(request_id, _to_array(prompt), sampling[index], seed, group)
+        for request_id, prompt, index, seed, group in payload["rows"]
     ]
 
 

@@ -34,6 +34,7 @@ class Request:
     prompt_token_ids: array[int]  # typecode "I"
     sampling: SamplingParams
     seed: int = 0
+    group: int = 0  # requests of one job: their output lengths are learned together
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class EngineInfo:
     max_num_batched_tokens: int
     load_s: float
     device: str
+    cpu_kernels: str = "none"  # the instruction set of our own kernels that is in use; none: torch's only
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class EngineCounters:
     num_steps: int = 0
     num_prompt_tokens: int = 0  # of the requests that were admitted
     num_cached_tokens: int = 0
+    num_computed_prompt_tokens: int = 0  # over all steps: those computed again after a preemption too
     num_output_tokens: int = 0
     num_preemptions: int = 0
     scheduled_tokens_while_waiting: int = 0  # over steps during which rows waited

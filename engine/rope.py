@@ -8,17 +8,14 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig, RopeScaling
+from kernels.ops import RopeTables
 
 
-def build_rope_tables(config: ModelConfig, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin: [num_positions, 1, head_dim], the first half of sin negated as kernels.ops.rope wants it."""
+def build_rope_tables(config: ModelConfig, num_positions: int) -> RopeTables:
+    """cos and sin of every position's angles: [num_positions, head_dim / 2] float32."""
     frequencies, scale = _frequencies(config)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return (
-        torch.cat([cos, cos], -1).unsqueeze(1).to(dtype),
-        torch.cat([-sin, sin], -1).unsqueeze(1).to(dtype),
-    )
+    return RopeTables(angles.cos() * scale, angles.sin() * scale)
 
 
 def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:

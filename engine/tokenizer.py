@@ -24,6 +24,7 @@ from engine.gguf import load_gguf
 from engine.gguf_tokenizer import gguf_tokenizer_spec
 from engine.model_path import find_model_kind
 from engine.null_tokenizer import NullTokenizer
+from engine.piece_memo import EncodeTexts, PieceMemo, can_cut
 from engine.token_bytes import TokenBytes
 from engine.tokenizer_spec import TokenizerSpec, hf_tokenizer_spec
 
@@ -63,6 +64,7 @@ class ModelTokenizer:
     def __init__(self, spec: TokenizerSpec) -> None:
         self._spec = spec
         self._backend = _build_backend(spec.backend, spec.origin)
+        self._encode_texts = _build_encode(spec.backend, self._backend)
         self._bytes = TokenBytes(spec.backend, self._backend, spec.origin)
         # Neither can be guessed, so no text contains them; digits pass a template's filters unchanged.
         self._guard = f"\ue000{secrets.randbelow(10**20):020}\ue001"
@@ -94,10 +96,10 @@ class ModelTokenizer:
     def encode_batch(self, texts: list[str]) -> list[array[int]]:
         """Ids of rendered texts, each with exactly one BOS if the model wants one."""
         guarded = [index for index, text in enumerate(texts) if text.startswith(self._guard)]
-        result = self._encode(self._backend, texts)
+        result = self._encode(self._encode_texts, texts)
         if guarded:
             bodies = [texts[index].removeprefix(self._guard) for index in guarded]
-            for index, token_ids in zip(guarded, self._encode(self._guarded_backend, bodies), strict=True):
+            for index, token_ids in zip(guarded, self._encode(self._encode_guarded, bodies), strict=True):
                 result[index] = token_ids
         return result
 
@@ -110,6 +112,9 @@ class ModelTokenizer:
         return Detokenizer(self._bytes.__getitem__, self._bytes.strips_leading_space)
 
     @cached_property
+    def _encode_guarded(self) -> EncodeTexts:
+        return _build_encode(self._spec.backend, self._guarded_backend())
+
     def _guarded_backend(self) -> tokenizers.Tokenizer:
         """The same tokenizer with guarded names for special tokens, so that their plain names are text."""
         added = self._spec.backend.get("added_tokens") or []
@@ -140,9 +145,8 @@ class ModelTokenizer:
             text = text[:cut] + self._break + text[cut:]
         return text
 
-    def _encode(self, backend: tokenizers.Tokenizer, texts: list[str]) -> list[array[int]]:
-        encode = getattr(backend, "encode_batch_fast", backend.encode_batch)  # since tokenizers 0.20
-        result = [array("I", encoding.ids) for encoding in encode(texts, add_special_tokens=False)]
+    def _encode(self, encode: EncodeTexts, texts: list[str]) -> list[array[int]]:
+        result = encode(texts)
         if self._adds_bos:
             assert self.bos_token_id is not None
             for token_ids in result:
@@ -170,6 +174,16 @@ def _build_backend(description: dict[str, Any], origin: str) -> tokenizers.Token
     backend.no_padding()
     backend.no_truncation()
     return backend
+
+
+def _build_encode(description: dict[str, Any], backend: tokenizers.Tokenizer) -> EncodeTexts:
+    """Texts to ids without BOS."""
+    encode = getattr(backend, "encode_batch_fast", backend.encode_batch)  # since tokenizers 0.20
+
+    def encode_texts(texts: list[str]) -> list[array[int]]:
+        return [array("I", encoding.ids) for encoding in encode(texts, add_special_tokens=False)]
+
+    return PieceMemo(encode_texts).encode_batch if can_cut(description) else encode_texts
 
 
 def _any_of(texts: list[str]) -> re.Pattern[str]:

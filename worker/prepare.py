@@ -25,18 +25,22 @@ from jobs.row_errors import RowError, SkipRow
 from jobs.rows import Row
 from jobs.sources import Source
 from jobs.spec import JobSpec
+from jobs.spool import is_spooled, load_spool_rows
+from jobs.storage import Storage
 
 MAX_CHARACTERS_PER_TOKEN = 64  # the search for a truncated text looks at no more than this
 DEFAULT_OUTPUT_ROOM = 256  # tokens left for the output of a truncated prompt when the job sets no max_tokens
 
 Messages = list[dict[str, Any]]
 _request_ids = itertools.count(1)
+_groups = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingRow:
     """What a row's result needs besides its completion."""
 
+    source_index: int
     row_index: int
     custom_id: str | None
     kept: tuple[Any, ...]
@@ -88,16 +92,19 @@ class Preparer:
         self._keep = tuple(keep)
         self._columns = frozenset(prompt_source.columns) | set(keep) | {"custom_id"}
         self._sampling = build_sampling(spec)
+        self._group = next(_groups)
         self._max_prompt_tokens = info.context_size - 1
         self._max_request_tokens = info.max_request_tokens
         room = spec.max_tokens or min(DEFAULT_OUTPUT_ROOM, info.context_size // 4)
         self._truncated_prompt_tokens = max(1, min(info.context_size, info.max_request_tokens) - room)
 
-    def prepare(self, shard: ShardRange, done_rows: Collection[int]) -> Iterator[PreparedBatch]:
-        """The shard's rows that are not in `done_rows`, in order, batch by batch."""
-        for rows in load_rows(self._sources[shard.source_index], shard, self._columns):
+    def prepare(
+        self, shard: ShardRange, done_rows: Collection[tuple[int, int]], storage: Storage
+    ) -> Iterator[PreparedBatch]:
+        """The shard's rows that are not in `done_rows`, in order, batch by batch; `storage` may have its spool."""
+        for rows in self._load_rows(shard, storage):
             if done_rows:
-                rows = [row for row in rows if row.row_index not in done_rows]
+                rows = [row for row in rows if (row.source_index, row.row_index) not in done_rows]
             if rows:
                 yield self.prepare_rows(rows)
 
@@ -123,9 +130,16 @@ class Preparer:
                 continue
             request_id = next(_request_ids)
             seed = sample_seed(self._spec.seed, row.source_index, row.row_index, 0)
-            requests.append(Request(request_id, token_ids, self._sampling, seed))
-            pending[request_id] = PendingRow(row.row_index, row.custom_id, self._build_kept(row))
+            requests.append(Request(request_id, token_ids, self._sampling, seed, self._group))
+            pending[request_id] = PendingRow(
+                row.source_index, row.row_index, row.custom_id, self._build_kept(row)
+            )
         return PreparedBatch(requests, pending, results)
+
+    def _load_rows(self, shard: ShardRange, storage: Storage) -> Iterator[list[Row]]:
+        if is_spooled(shard):
+            return load_spool_rows(storage, shard)
+        return load_rows(self._sources[shard.source_index], shard, self._columns)
 
     def _build_messages(self, row: Row) -> Messages:
         if row.error is not None:

@@ -69,8 +69,9 @@ class PrepareAhead:
 
     def _prepare(self, claim: ShardClaim) -> None:
         context = self._contexts.get(claim.job_id)
-        done_rows = load_done_rows(context.target.storage, claim.part)
-        for batch in context.preparer.prepare(claim.range, done_rows):
+        target = context.target
+        done_rows = load_done_rows(target.storage, claim.part, target.sources)
+        for batch in context.preparer.prepare(claim.range, done_rows, target.storage):
             if not self._put(Prepared(claim, batch)):
                 return
         self._put(Prepared(claim, None))

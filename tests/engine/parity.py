@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import torch
 
+from engine.build import build_engine
 from engine.config import BLOCK_SIZE, EngineOptions
-from engine.engine import Engine, build_engine
+from engine.engine import Engine
 from engine.model_runner import ModelRunner
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler
@@ -26,7 +27,7 @@ def load_engine(model: str, dtype="float32", **options) -> Engine:
 
 
 def rebuild(engine: Engine, *, chunk: int, prefix_cache: bool, num_blocks: int = 512) -> Engine:
-    """The same weights with another batcher and a fresh cache."""
+    """The same weights and kernels with another batcher and a fresh cache."""
     config, info = engine.runner.model.config, engine.info
     dtype = getattr(torch, info.dtype)
     cache = KVCache(
@@ -37,12 +38,13 @@ def rebuild(engine: Engine, *, chunk: int, prefix_cache: bool, num_blocks: int =
         config.head_dim,
         dtype,
         torch.device("cpu"),
+        engine.runner.model.kernels,
     )
     limit = min(info.context_size, num_blocks * BLOCK_SIZE)
     max_num_seqs = min(32, chunk)
     return Engine(
-        ModelRunner(engine.runner.model, cache, max_num_seqs, limit),
-        Scheduler(num_blocks, max_num_seqs, chunk, prefix_cache),
+        ModelRunner(engine.runner.model, cache),
+        Scheduler(num_blocks, max_num_seqs, chunk, prefix_cache, limit),
         engine.tokenizer,
         replace(info, max_request_tokens=limit, max_num_seqs=max_num_seqs, max_num_batched_tokens=chunk),
     )
@@ -62,8 +64,8 @@ def generate(engine: Engine, prompts, max_tokens, *, alone=False, preempt=False,
                 assert completion.error_code is None, completion.error_message
                 assert completion.request_id not in outputs
                 outputs[completion.request_id] = list(completion.token_ids)
-            if preempt and step in PREEMPT_AT and engine.scheduler.running:
-                engine.scheduler._preempt(engine.scheduler.running[-1])
+            if preempt and step in PREEMPT_AT and engine.scheduler.slots.num_running:
+                engine.scheduler._preempt(engine.scheduler._youngest())
             engine.scheduler.check_integrity()
     assert engine.scheduler.pool.num_used == 0
     return [outputs[i] for i in range(len(prompts))]

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from engine.engine import _token_budget
+from engine.build import token_budget
 from engine.request import Request, SamplingParams
 from tests.engine.parity import generate, load_engine, rebuild
 from tests.engine.tiny_models import build_tiny_model
@@ -147,6 +147,7 @@ def test_the_counters_add_up(engine):
     counters = engine.counters()
     assert counters.num_prompt_tokens == 6 * 65
     assert counters.num_cached_tokens == 5 * 64
+    assert counters.num_computed_prompt_tokens == 6 * 65 - 5 * 64
     assert counters.num_output_tokens == 24
     assert (counters.num_running, counters.num_waiting, counters.num_kv_blocks_used) == (0, 0, 0)
 
@@ -171,4 +172,4 @@ def test_half_a_thousand_rows_of_mixed_length_all_finish(engine):
 def test_a_slow_model_takes_smaller_steps(loaded, monkeypatch, seconds, budget):
     model = loaded.runner.model
     monkeypatch.setattr(model, "step_seconds", lambda num_rows: seconds * num_rows / 64)
-    assert _token_budget(model) == budget
+    assert token_budget(model) == budget

@@ -72,10 +72,23 @@ def test_smollm2_equals_transformers(smollm2, smollm2_oracle, prefix_cache, chun
     assert (engine.counters().num_cached_tokens > 0) == (prefix_cache and not alone)
 
 
-def test_a_cache_too_small_for_the_batch_preempts_and_keeps_the_text(smollm2, smollm2_oracle):
+def test_without_the_compiled_kernels_torchs_give_the_same_text(smollm2_path, smollm2_oracle, caplog):
+    engine = load_engine(smollm2_path, max_num_batched_tokens=64, cpu_kernels="none")
+    assert engine.info.cpu_kernels == "none"
+    assert [r.message for r in caplog.records].count(
+        "running on torch's own kernels: steps are slower than with the C++ kernels"
+    ) == 1
+    prompts = workload_prompts([90, 96, 120])
+    smollm2_oracle.check_equal(prompts, generate(engine, prompts, 12))
+
+
+def test_a_cache_too_small_for_the_batch_preempts_and_keeps_the_text(smollm2, smollm2_oracle, monkeypatch):
     prompts = workload_prompts([40, 50, 60, 70])
     engine = rebuild(smollm2, chunk=64, prefix_cache=True, num_blocks=13)
-    engine.scheduler._expected_output = 1.0
+    scheduler = engine.scheduler  # looks no further than this step, so that memory does run out
+    monkeypatch.setattr(
+        scheduler, "_will_fit", lambda own, now, remaining, memory: scheduler._can_allocate(now)
+    )
     smollm2_oracle.check_equal(prompts, generate(engine, prompts, 40))
     assert engine.counters().num_preemptions > 0
 

@@ -2,111 +2,151 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from engine.block_pool import BlockPool
 from engine.prefix import PrefixTree
 from engine.scheduler import Scheduler
+from engine.slots import Slots
 from tests.engine.simulation import build_sequence, run_step, run_to_end
 
 
-def start(tree, sequence):
-    """Admits a sequence with blocks for its whole prompt, sharing what is there."""
-    match = tree.match(sequence)
-    for block in match.blocks:
-        tree.pool.share(block)
-    own = -(-sequence.num_prompt_tokens // 16) - len(match.blocks)
-    sequence.block_table = match.blocks + [tree.pool.allocate() for _ in range(own)]
-    sequence.num_tree_blocks = len(match.blocks)
-    tree.admit(sequence)
-    return match
+class Rows:
+    """Sequences in slots, their blocks taken as the scheduler takes them."""
 
+    def __init__(self, num_blocks=32):
+        self.tree = PrefixTree(BlockPool(num_blocks))
+        self.slots = Slots(8, max_tokens=512)
 
-def compute(tree, sequence, num_tokens):
-    sequence.num_computed_tokens = num_tokens
-    tree.publish(sequence)
+    def add(self, *prompts):
+        rows = [build_sequence(p) for p in prompts]
+        for row in rows:
+            self.tree.add(row)
+        return rows
 
+    def start(self, row):
+        """Admits a row with blocks for its whole prompt, sharing what is there; a block shared in part is its own."""
+        match, pool = self.tree.match(row), self.tree.pool
+        shared = match.blocks[: match.num_tokens // 16]
+        pool.share(shared)
+        own = pool.allocate(-(-row.num_prompt_tokens // 16) - len(shared))
+        table = np.array([*shared, *own], np.int32)
+        self.slots.occupy(row, table, len(shared), match.num_tokens)
+        self.tree.admit(row)
+        return match
 
-def stop(tree, sequence):
-    tree.suspend(sequence)
-    for block in sequence.block_table:
-        tree.pool.release(block)
-    tree.remove(sequence)
+    def compute(self, row, num_tokens):
+        self.slots.num_computed[row.slot] = num_tokens
+        self.tree.publish(row)
+        self.tree.check_integrity()
+
+    def stop(self, row):
+        self.tree.suspend(row)
+        self.tree.pool.release(row.block_table)
+        self.slots.vacate(row)
+        self.tree.remove(row)
+        self.tree.check_integrity()
 
 
 def test_the_last_prompt_token_is_never_taken_from_the_cache():
-    tree = PrefixTree(BlockPool(8))
-    rows = [build_sequence(range(32)) for _ in range(2)]
-    for row in rows:
-        tree.add(row)
-    start(tree, rows[0])
-    compute(tree, rows[0], 32)
-    assert len(tree.match(rows[1]).blocks) == 1
+    rows = Rows()
+    first, second = rows.add(range(32), range(32))
+    rows.start(first)
+    rows.compute(first, 32)
+    assert rows.tree.match(second).num_tokens == 31
 
 
-def test_paths_split_where_prompts_part_and_keep_their_blocks():
-    tree = PrefixTree(BlockPool(32))
-    long = build_sequence(range(100))
-    tree.add(long)
-    start(tree, long)
-    compute(tree, long, 100)
-    fork = build_sequence([*range(48), *[9] * 30])
-    tree.add(fork)
-    tree.check_integrity()
-    match = tree.match(fork)
-    assert match.blocks == long.block_table[:3] and not match.must_wait
-    assert tree.match(long).blocks == long.block_table[:6]
+def test_tokens_are_shared_up_to_where_prompts_part_within_a_block():
+    rows = Rows()
+    long, fork = rows.add(range(100), [*range(53), *[9] * 30])
+    rows.start(long)
+    rows.compute(long, 100)
+    match = rows.tree.match(fork)
+    assert match.num_tokens == 53 and match.blocks == long.block_table[:4].tolist() and not match.must_wait
 
 
-def test_a_sharer_waits_only_while_someone_computes_the_next_block():
-    tree = PrefixTree(BlockPool(32))
-    rows = [build_sequence([*range(64), i]) for i in range(3)]
-    for row in rows:
-        tree.add(row)
-    start(tree, rows[0])
-    compute(tree, rows[0], 32)
-    assert tree.match(rows[1]).must_wait
-    tree.suspend(rows[0])
-    match = tree.match(rows[1])
-    assert not match.must_wait and len(match.blocks) == 2
+def test_paths_split_where_a_later_prompt_parts_and_keep_their_blocks():
+    rows = Rows()
+    (long,) = rows.add(range(100))
+    rows.start(long)
+    rows.compute(long, 100)
+    (fork,) = rows.add([*range(53), *[9] * 30])
+    rows.tree.check_integrity()
+    assert rows.tree.match(fork).num_tokens == 53
+    assert rows.tree.match(fork).blocks == long.block_table[:4].tolist()
+    assert rows.tree.match(long).num_tokens == 99
+    assert rows.tree.match(long).blocks == long.block_table[:7].tolist()
+
+
+def test_a_fork_within_a_block_has_its_own_version_of_it():
+    rows = Rows()
+    first, second, third = rows.add(
+        [*range(20), *[1] * 30], [*range(20), *[2] * 30], [*range(20), *[2] * 9, 3]
+    )
+    rows.start(first)
+    rows.compute(first, 50)
+    rows.start(second)
+    rows.compute(second, 50)
+    match = rows.tree.match(third)
+    assert match.num_tokens == 29
+    assert match.blocks == [int(first.block_table[0]), int(second.block_table[1])]
+
+
+def test_a_sharer_waits_only_while_someone_computes_the_next_token():
+    rows = Rows()
+    first, second, _ = rows.add(*([*range(64), i] for i in range(3)))
+    rows.start(first)
+    rows.compute(first, 40)
+    assert rows.tree.match(second).must_wait
+    rows.tree.suspend(first)
+    match = rows.tree.match(second)
+    assert not match.must_wait and match.num_tokens == 40
 
 
 def test_a_prefix_is_kept_for_rows_to_come_and_freed_after_the_last():
-    tree = PrefixTree(BlockPool(32))
-    rows = [build_sequence([*range(64), i]) for i in range(2)]
-    for row in rows:
-        tree.add(row)
-    start(tree, rows[0])
-    compute(tree, rows[0], 65)
-    stop(tree, rows[0])
-    assert tree.pool.num_used == 4
-    assert len(start(tree, rows[1]).blocks) == 4
-    stop(tree, rows[1])
-    assert tree.pool.num_used == 0
+    rows = Rows()
+    first, second = rows.add(*([*range(64), i] for i in range(2)))
+    rows.start(first)
+    rows.compute(first, 65)
+    rows.stop(first)
+    assert rows.tree.pool.num_used == 4
+    assert rows.start(second).num_tokens == 64
+    rows.stop(second)
+    assert rows.tree.pool.num_used == 0
 
 
-def test_eviction_takes_the_prefix_with_fewest_users_first():
-    tree = PrefixTree(BlockPool(32))
-    popular = [build_sequence([*[1] * 64, i]) for i in range(4)]
-    rare = [build_sequence([*[2] * 64, i]) for i in range(2)]
-    for row in popular + rare:
-        tree.add(row)
+def test_eviction_takes_the_prefix_with_fewest_users_to_come_first():
+    rows = Rows()
+    popular = rows.add(*([*[1] * 64, i] for i in range(4)))
+    rare = rows.add(*([*[2] * 64, i] for i in range(2)))
     for row in (popular[0], rare[0]):
-        start(tree, row)
-        compute(tree, row, 65)
-        stop(tree, row)
-    assert tree.evict(2) == 2
-    assert [len(tree.match(r).blocks) for r in (popular[1], rare[1])] == [4, 2]
-    assert tree.evict(100) == 6
-    assert tree.pool.num_used == 0
+        rows.start(row)
+        rows.compute(row, 65)
+        rows.stop(row)
+    assert rows.tree.evict(2) == 2
+    assert [rows.tree.match(r).num_tokens for r in (popular[1], rare[1])] == [64, 32]
+    assert rows.tree.evict(3, max_waiting=1) == 2
+    assert rows.tree.evict(100) == 4
+    assert rows.tree.pool.num_used == 0
 
 
 def test_eviction_spares_blocks_that_a_running_sequence_holds():
-    tree = PrefixTree(BlockPool(32))
-    rows = [build_sequence([*range(64), i]) for i in range(2)]
-    for row in rows:
-        tree.add(row)
-    start(tree, rows[0])
-    compute(tree, rows[0], 65)
-    assert tree.evict(10) == 0
+    rows = Rows()
+    first, _ = rows.add(*([*range(64), i] for i in range(2)))
+    rows.start(first)
+    rows.compute(first, 65)
+    assert rows.tree.evict(10) == 0
+
+
+def test_a_block_with_tokens_of_several_nodes_is_freed_when_the_last_of_them_is_evicted():
+    rows = Rows()
+    first, *_ = rows.add([*range(20), *[1] * 20], [*range(20), *[1] * 4, 2], [*range(20), 3], [*range(20), 4])
+    rows.start(first)
+    rows.compute(first, 40)
+    rows.stop(first)
+    used = rows.tree.pool.num_used
+    assert rows.tree.evict(100) == used > 0
+    assert rows.tree.pool.num_used == 0
 
 
 def test_three_levels_are_computed_once_each():

@@ -23,6 +23,7 @@ from engine.errors import ModelRefused
 from engine.null_engine import NullEngine
 from engine.process import EngineLoop, SteppingEngine
 from engine.protocol import Message, MessageReader
+from engine.report_writer import Report, encode_report
 from engine.request import Completion, Request, SamplingParams
 
 OPTIONS = EngineOptions(max_num_seqs=1)
@@ -40,9 +41,12 @@ class Wire:
     def send(self, data: bytes) -> None:
         self.sent += self.reader.feed(data)
 
+    def report(self, report: Report[Completion]) -> None:
+        self.send(encode_report(*report))
+
     def put(self, *frames: bytes) -> None:
         for message in MessageReader().feed(b"".join(frames)):
-            self.inbox.put(message)
+            self.inbox.put(protocol.decode_command(message))
 
     def kinds(self) -> list[str]:
         return [message.kind for message in self.sent]
@@ -60,7 +64,7 @@ def _completed(wire: Wire) -> list[int]:
 
 def test_adds_and_cancels_take_effect_at_the_next_step() -> None:
     wire = Wire()
-    loop = EngineLoop(NullEngine("null:", OPTIONS), wire.inbox, wire.send)
+    loop = EngineLoop(NullEngine("null:", OPTIONS), wire.inbox, wire.report)
     wire.put(_add(1, 2, 3))
     loop.run_once()
     wire.put(protocol.encode_message("cancel", [2]), _add(4))
@@ -72,14 +76,14 @@ def test_adds_and_cancels_take_effect_at_the_next_step() -> None:
 def test_progress_comes_before_the_completions_that_it_counts() -> None:
     wire = Wire()
     wire.put(_add(1))
-    EngineLoop(NullEngine("null:", OPTIONS), wire.inbox, wire.send).run_once()
+    EngineLoop(NullEngine("null:", OPTIONS), wire.inbox, wire.report).run_once()
     assert wire.kinds() == ["progress", "completions"]
     assert protocol.decode_progress(wire.sent[0].payload).num_prompt_tokens == 2
 
 
 def test_an_idle_loop_reports_progress_at_least_every_half_second() -> None:
     wire = Wire()
-    loop = EngineLoop(NullEngine("null:", OPTIONS), wire.inbox, wire.send)
+    loop = EngineLoop(NullEngine("null:", OPTIONS), wire.inbox, wire.report)
     start = time.monotonic()
     loop.run_once()
     loop.run_once()
@@ -93,13 +97,13 @@ class BusyEngine(NullEngine):
     def has_work(self) -> bool:
         return True
 
-    def step(self) -> list[Completion]:
+    def step_finished(self) -> list[Completion]:
         return []
 
 
 def test_a_busy_loop_reports_progress_at_its_interval_not_at_each_step() -> None:
     wire = Wire()
-    loop = EngineLoop(BusyEngine("null:", OPTIONS), wire.inbox, wire.send)
+    loop = EngineLoop(BusyEngine("null:", OPTIONS), wire.inbox, wire.report)
     for tick in range(100):
         loop.run_once(now=lambda tick=tick: 1000.0 + tick / 100)  # type: ignore[misc]
     assert 10 <= len(wire.sent) <= 25
@@ -110,7 +114,7 @@ class FailingEngine(NullEngine):
 
     error: BaseException = RuntimeError("unset")
 
-    def step(self) -> list[Completion]:
+    def step_finished(self) -> list[Completion]:
         raise self.error
 
 
@@ -134,6 +138,49 @@ def test_any_exception_of_a_step_is_fatal_and_named_in_one_line(
     assert wire.sent[-1].payload == {"code": "engine_failure", "message": text}
 
 
+class FailingLaterEngine(NullEngine):
+    """One row a step; its third step fails."""
+
+    def step_finished(self) -> list[Completion]:
+        if self.counters().num_steps == 2:
+            raise RuntimeError("the device went away")
+        return super().step_finished()
+
+
+def test_what_was_finished_before_a_failure_is_sent_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "load_engine", FailingLaterEngine)
+    wire = Wire()
+    wire.put(protocol.encode_load("null:", OPTIONS), _add(1, 2, 3))
+
+    def send(data: bytes) -> None:
+        time.sleep(0.05)  # the step fails while the first report is on its way
+        wire.send(data)
+
+    assert process.serve(wire.inbox, send) == process.EXIT_FAILED
+    assert _completed(wire) == [1, 2]
+    assert wire.kinds()[-1] == "fatal"
+
+
+class IllegibleEngine(NullEngine):
+    """Its second row can't be turned into text."""
+
+    def complete(self, finished: Completion) -> Completion:
+        if finished.request_id == 2:
+            raise ValueError("token 70000 is not in the vocabulary")
+        return finished
+
+
+def test_a_row_that_cannot_be_completed_ends_the_engine_but_takes_no_other_row_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "load_engine", IllegibleEngine)
+    wire = Wire()
+    wire.put(protocol.encode_load("null:", EngineOptions(max_num_seqs=3)), _add(1, 2, 3))
+    assert process.serve(wire.inbox, wire.send) == process.EXIT_FAILED
+    assert _completed(wire) == [1, 3]
+    assert wire.sent[-1].payload["message"] == "ValueError: token 70000 is not in the vocabulary"
+
+
 def test_a_refused_model_is_reported_as_refused() -> None:
     wire = Wire()
     wire.put(protocol.encode_load("null:?nonsense=1", OPTIONS))
@@ -144,7 +191,7 @@ def test_a_refused_model_is_reported_as_refused() -> None:
 
 
 def test_a_worker_that_is_gone_does_not_hide_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(model: str, options: EngineOptions) -> SteppingEngine:
+    def refuse(model: str, options: EngineOptions) -> SteppingEngine[Completion]:
         raise ModelRefused(model)
 
     def send(data: bytes) -> None:
@@ -192,9 +239,10 @@ def test_the_process_ends_when_its_socket_does_also_within_a_step(repo_root: Pat
         assert child.wait(ORPHAN_LIMIT_S) == process.EXIT_ORPHANED
 
 
-def test_the_process_ends_at_a_stream_that_makes_no_sense(repo_root: Path) -> None:
+@pytest.mark.parametrize("data", [b"\xff" * 16, protocol.encode_message("add", {"rows": [1]})])
+def test_the_process_ends_at_a_stream_that_makes_no_sense(data: bytes, repo_root: Path) -> None:
     with _engine_process(repo_root) as (child, connection):
-        connection.sendall(b"\xff" * 16)
+        connection.sendall(data)
         assert child.wait(20) == process.EXIT_FAILED
 
 

@@ -22,7 +22,9 @@ def _read(data: bytes) -> list[protocol.Message]:
 
 
 def _request(request_id: int, sampling: SamplingParams = GREEDY, size: int = 3) -> Request:
-    return Request(request_id, array("I", [2**32 - 1] + [7] * (size - 1)), sampling, 2**64 - 1)
+    return Request(
+        request_id, array("I", [2**32 - 1] + [7] * (size - 1)), sampling, 2**64 - 1, request_id % 3
+    )
 
 
 def test_requests_with_different_sampling_survive_the_trip() -> None:
@@ -59,7 +61,7 @@ def test_completions_and_errors_survive_the_trip() -> None:
 
 
 def test_engine_info_and_counters_survive_the_trip() -> None:
-    info = EngineInfo("m", "float32", 2048, 2000, 125, 16, 64, 512, 1.5, "cpu")
+    info = EngineInfo("m", "float32", 2048, 2000, 125, 16, 64, 512, 1.5, "cpu", "avx2")
     counters = EngineCounters(num_steps=3, kv_waste_sum=0.25, num_running=2)
     loaded, progress = _read(protocol.encode_loaded(info) + protocol.encode_progress(counters))
     assert protocol.decode_loaded(loaded.payload) == info

@@ -9,16 +9,29 @@ import pytest
 import torch
 
 from engine.request import Request, SamplingParams
-from engine.sampler import sample, uniform
+from engine.sampler import sample, sampling_rows, uniform
 from engine.sequence import Sequence
+from engine.slots import Slots
 
 VOCAB = 50
 
 
 def row(seed=0, prompt=(1, 2), output=(), **params):
     sequence = Sequence(Request(0, array("I", prompt), SamplingParams(**params), seed), 1000, 0.0)
-    sequence.token_ids.extend(output)
+    sequence.output.extend(output)
     return sequence
+
+
+def choose(logits, rows):
+    """The tokens that the sampler chooses for these rows, each in a slot of its own."""
+    slots = Slots(len(rows), max_tokens=64)
+    for sequence in rows:
+        slots.occupy(sequence, np.zeros(0, np.int32), num_shared=0, num_computed=0)
+    chosen = np.array([s.slot for s in rows])
+    tokens = sample(logits, sampling_rows(slots, chosen)).tolist()
+    for sequence in rows:
+        slots.vacate(sequence)
+    return tokens
 
 
 def logits(*values, num_rows=1):
@@ -30,11 +43,11 @@ def logits(*values, num_rows=1):
 def draws(values, count=4000, **params):
     """How often each token is drawn over many seeds."""
     rows = [row(seed=i, temperature=1.0, **params) for i in range(count)]
-    return np.bincount(sample(logits(*values, num_rows=count), rows), minlength=VOCAB) / count
+    return np.bincount(choose(logits(*values, num_rows=count), rows), minlength=VOCAB) / count
 
 
 def test_temperature_zero_takes_the_largest_logit():
-    assert sample(logits(0.0, 3.0, 1.0), [row()]) == [1]
+    assert choose(logits(0.0, 3.0, 1.0), [row()]) == [1]
 
 
 def test_drawn_shares_follow_the_distribution():
@@ -44,7 +57,7 @@ def test_drawn_shares_follow_the_distribution():
 
 def test_a_low_temperature_sharpens_the_distribution():
     rows = [row(seed=i, temperature=0.5) for i in range(4000)]
-    shares = np.bincount(sample(logits(0.0, np.log(2.0), num_rows=4000), rows), minlength=2) / 4000
+    shares = np.bincount(choose(logits(0.0, np.log(2.0), num_rows=4000), rows), minlength=2) / 4000
     np.testing.assert_allclose(shares[:2], [1 / 5, 4 / 5], atol=0.03)
 
 
@@ -71,21 +84,21 @@ def test_min_p_drops_tokens_far_below_the_most_likely():
 
 def test_the_repetition_penalty_covers_prompt_and_output():
     values = [3.0, 2.9, 2.8, -1.0]
-    chosen = sample(logits(*values), [row(prompt=(0,), output=(1,), repetition_penalty=2.0)])
+    chosen = choose(logits(*values), [row(prompt=(0,), output=(1,), repetition_penalty=2.0)])
     assert chosen == [2]
 
 
 def test_a_negative_logit_is_pushed_down_by_the_repetition_penalty():
     scores = torch.full((1, 3), -30.0)
     scores[0, :2] = torch.tensor([-1.0, -1.5])
-    assert sample(scores, [row(prompt=(0,), repetition_penalty=2.0)]) == [1]
+    assert choose(scores, [row(prompt=(0,), repetition_penalty=2.0)]) == [1]
 
 
 def test_presence_counts_once_and_frequency_each_time_and_only_in_the_output():
     values = [3.0, 2.5, 2.0]
-    assert sample(logits(*values), [row(prompt=(0,), presence_penalty=5.0)]) == [0]
-    assert sample(logits(*values), [row(output=(0, 0, 0), presence_penalty=0.4)]) == [0]
-    assert sample(logits(*values), [row(output=(0, 0, 0), frequency_penalty=0.4)]) == [1]
+    assert choose(logits(*values), [row(prompt=(0,), presence_penalty=5.0)]) == [0]
+    assert choose(logits(*values), [row(output=(0, 0, 0), presence_penalty=0.4)]) == [0]
+    assert choose(logits(*values), [row(output=(0, 0, 0), frequency_penalty=0.4)]) == [1]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +118,7 @@ def test_a_row_draws_the_same_alone_and_among_others(params):
     others = [dict(), dict(top_k=3), dict(top_p=0.5), dict(min_p=0.2), dict(top_k=40)]
     rows = [row(seed=i, temperature=0.8, output=[i % 5], **others[i % 5]) for i in range(40)]
     rows[17] = row(seed=99, temperature=0.7, output=[4, 4], **params)
-    assert sample(scores.clone(), rows)[17] == sample(scores[17:18].clone(), [rows[17]])[0]
+    assert choose(scores.clone(), rows)[17] == choose(scores[17:18].clone(), [rows[17]])[0]
 
 
 def test_the_next_position_draws_another_number():

@@ -16,6 +16,7 @@ from jobs.prompts import PromptSource
 from jobs.reading import load_columns
 from jobs.sources import load_sources
 from jobs.spec import load_spec
+from jobs.storage import open_storage
 from worker.prepare import PreparedBatch, Preparer
 
 
@@ -52,7 +53,7 @@ def _prepare(
     )
     whole = PreparedBatch([], {}, [])
     for shard in plan_shards(sources).shards:
-        for batch in preparer.prepare(shard, set(done_rows)):
+        for batch in preparer.prepare(shard, {(0, row) for row in done_rows}, open_storage(spec.output)):
             whole.requests.extend(batch.requests)
             whole.pending.update(batch.pending)
             whole.results.extend(batch.results)
@@ -70,6 +71,14 @@ def test_a_row_becomes_a_request_with_its_own_seed(tmp_path: Path) -> None:
     assert batch.requests[0].sampling.max_tokens == 3
     assert [row.row_index for row in batch.pending.values()] == [0, 1]
     assert batch.results == []
+
+
+def test_the_rows_of_a_job_are_one_group_and_other_jobs_are_others(tmp_path: Path) -> None:
+    first = _prepare(tmp_path, ['{"text": "a"}', '{"text": "b"}'])
+    second = _prepare(tmp_path, ['{"text": "a"}'])
+    groups = {request.group for request in first.requests}
+    assert len(groups) == 1
+    assert groups.isdisjoint(request.group for request in second.requests)
 
 
 def test_request_ids_are_never_used_twice(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""From a model's path and options to an engine that is ready to step: memory, budget, kernels, weights.
+
+Everything that is chosen from the machine is chosen here, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint import load_checkpoint, resolve_dtype
+from engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
+from engine.engine import Engine
+from engine.errors import ModelRefused
+from engine.memory import available_bytes
+from engine.model import Model
+from engine.model_runner import ModelRunner
+from engine.request import EngineInfo
+from engine.scheduler import Scheduler
+from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.weights import iterate_weights
+from kernels.cpu_features import CAPS, has_level
+from kernels.cpu_library import CpuKernels, load_cpu_kernels
+from kernels.linear import can_pack
+from kernels.ops import KVCache
+
+logger = logging.getLogger(__name__)
+
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 1024  # of a step: on CPUs more gains nothing
+MIN_NUM_BATCHED_TOKENS = 64
+MAX_STEP_S = 10.0  # a slow model takes smaller steps: the worker hears of the engine between them
+MAX_MEMORY_SHARE = 0.4  # of what is free, for the KV cache; memory is taken when blocks are first used
+
+
+def build_engine(model: str, options: EngineOptions) -> Engine:
+    """Loads the model at a path and returns an engine that is ready to step. Raises ModelRefused."""
+    started = time.monotonic()
+    checkpoint = load_checkpoint(model)
+    dtype: torch.dtype = getattr(torch, resolve_dtype(options.dtype))
+    tokenizer = load_tokenizer(model)
+    weights = iterate_weights(checkpoint, dtype)
+    return assemble_engine(checkpoint.config, weights, tokenizer, options, model, started)
+
+
+def assemble_engine(
+    config: ModelConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    tokenizer: Tokenizer,
+    options: EngineOptions,
+    name: str,
+    started_s: float | None = None,
+) -> Engine:
+    """An engine of these weights: pairs of Hugging Face name and tensor, all of the dtype that the options resolve to.
+
+    started_s: when loading began, on the monotonic clock; now unless given.
+    """
+    started_s = time.monotonic() if started_s is None else started_s
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    dtype_name = resolve_dtype(options.dtype)
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    kernels = load_cpu_kernels(_cpu_cap(options))
+    _report_slow_paths(kernels, dtype)
+    num_blocks = num_kv_blocks(config, options, dtype)
+    context_size = min(config.context_size, options.max_model_tokens or config.context_size)
+    max_request_tokens = min(context_size, num_blocks * BLOCK_SIZE)
+    model = Model(config, weights, dtype, max_request_tokens, kernels)
+    with torch.inference_mode():
+        budget = options.max_num_batched_tokens or token_budget(model)
+        model.warm(budget)
+    max_num_seqs = min(options.max_num_seqs or MAX_NUM_SEQS, budget)
+    cache = KVCache(
+        config.num_layers,
+        num_blocks,
+        BLOCK_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        dtype,
+        torch.device("cpu"),
+        kernels,
+    )
+    info = EngineInfo(
+        model=name,
+        dtype=dtype_name,
+        context_size=context_size,
+        max_request_tokens=max_request_tokens,
+        num_kv_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        load_s=time.monotonic() - started_s,
+        device="cpu",
+        cpu_kernels=kernels.level,
+    )
+    scheduler = Scheduler(
+        num_blocks,
+        max_num_seqs,
+        budget,
+        options.enable_prefix_cache,
+        max_request_tokens,
+        options.static_batches,
+    )
+    return Engine(ModelRunner(model, cache), scheduler, tokenizer, info, options.record_steps)
+
+
+def token_budget(model: Model) -> int:
+    """The largest power of two whose step is expected to take at most MAX_STEP_S."""
+    seconds, budget = model.step_seconds(MIN_NUM_BATCHED_TOKENS), MIN_NUM_BATCHED_TOKENS
+    while budget < MAX_NUM_BATCHED_TOKENS and 2 * seconds <= MAX_STEP_S:
+        seconds, budget = 2 * seconds, 2 * budget
+    return budget
+
+
+def num_kv_blocks(config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> int:
+    """Blocks of the KV cache: as told, else as many as MAX_NUM_SEQS rows can fill, within MAX_MEMORY_SHARE."""
+    if options.num_kv_blocks is not None:
+        return options.num_kv_blocks
+    block_bytes = BLOCK_SIZE * config.kv_bytes_per_token_f32 * dtype.itemsize // 4
+    wanted = options.kv_cache_bytes
+    if wanted is None:
+        context_size = min(config.context_size, options.max_model_tokens or config.context_size)
+        most = (options.max_num_seqs or MAX_NUM_SEQS) * -(-context_size // BLOCK_SIZE) * block_bytes
+        wanted = min(most, int(available_bytes() * MAX_MEMORY_SHARE))
+    if wanted < 2 * block_bytes:
+        raise ModelRefused(
+            f"a KV cache of {wanted} bytes holds no two blocks of {block_bytes}; free memory or choose a smaller model"
+        )
+    return int(wanted // block_bytes)
+
+
+def _cpu_cap(options: EngineOptions) -> str:
+    """The highest instruction set to use: as told, else GRISTMILL_CPU_KERNELS. Raises ModelRefused for a wrong word."""
+    cap = options.cpu_kernels
+    if cap == "auto":
+        cap = os.environ.get("GRISTMILL_CPU_KERNELS") or "auto"
+    if cap not in CAPS:
+        raise ModelRefused(f"GRISTMILL_CPU_KERNELS={cap!r} is not known; choose one of {', '.join(CAPS)}")
+    return cap
+
+
+def _report_slow_paths(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    """Says once what this machine, or a cap, keeps from being fast."""
+    if kernels.level == "none":
+        logger.warning("running on torch's own kernels: steps are slower than with the C++ kernels")
+        if not can_pack(dtype):
+            logger.warning("no prepacked %s linears on this CPU: steps are several times slower", dtype)
+    elif not has_level(kernels.level, "avx512"):
+        logger.warning("no AVX512 in use: the AVX2 kernels run, in float32 arithmetic")
