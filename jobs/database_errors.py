@@ -25,7 +25,10 @@ _PASSING_STATES = frozenset(
 )
 _PASSING_SQLITE = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
 # What a server that starts, stops or is full answers to a new connection: libpq hands on no SQLSTATE there.
-_PASSING_ANSWERS = ("starting up", "shutting down", "recovery mode", "too many", "terminating connection")
+_PASSING_ANSWERS = (
+    *("starting up", "accepting connections", "shutting down", "recovery mode"),
+    *("too many", "terminating connection"),
+)
 
 
 def is_passing(error: SQLAlchemyError) -> bool:

@@ -16,9 +16,10 @@ from jobs.crash_points import reach
 from jobs.errors import OutputError
 from jobs.owner import Owner
 from jobs.part_formats import PartRows
-from jobs.parts import ATTEMPTS_FOLDER, count_part
+from jobs.parts import ATTEMPTS_FOLDER, count_part, load_done_rows
 from jobs.publishing import MANIFEST_NAME, list_attempts, remove_strays
 from jobs.records import CommittedPart, FinalizeClaim, JobRecord, JobStatus
+from jobs.spool import SPOOL_FOLDER, keep_failed_rows, list_spool, needed_after_end
 from jobs.states import JobState
 from jobs.storage import Storage
 from jobs.store import Store
@@ -108,6 +109,7 @@ def _end_job(store: Store, storage: Storage, claim: FinalizeClaim) -> None:
     if failure is not None:
         store.complete_job(claim, JobState.FAILED, failure)
         return
+    _settle_spool(store, storage, claim)
     _renew(store, claim)
     job, status = store.load_job(claim.job_id), store.status(claim.job_id)
     completions = status.completed + status.skipped
@@ -120,6 +122,26 @@ def _end_job(store: Store, storage: Storage, claim: FinalizeClaim) -> None:
     reach("manifest.after")
     store.complete_job(claim, JobState.COMPLETED)
     reach("complete.after")
+
+
+def _settle_spool(store: Store, storage: Storage, claim: FinalizeClaim) -> None:
+    """Of a spool only the failed rows are needed any more: they are kept for a retry, shard by shard.
+
+    What goes is listed before the claim is checked, as in _end_job.
+    """
+    files = list_spool(storage)
+    if not files:
+        return
+    _renew(store, claim)
+    sources = store.load_job(claim.job_id).sources
+    shards = [shard for shard in store.spooled_shards(claim.job_id) if shard.rows_failed]
+    for shard in shards:
+        keep_failed_rows(storage, shard.range, load_done_rows(storage, shard.part, sources, only_errors=True))
+        _renew(store, claim)
+    reach("spool.kept")
+    needed = needed_after_end(shard.range for shard in shards)
+    storage.delete_all(name for name in files if name not in needed)
+    storage.delete(SPOOL_FOLDER)
 
 
 def _check_parts(

@@ -8,8 +8,8 @@ from jobs.claim_store import ClaimStore
 from jobs.job_rows import end_job, enter_state, lock_job
 from jobs.models import jobs, shards
 from jobs.owner import Owner, is_dead
-from jobs.records import FinalizeClaim
-from jobs.shard_rows import has_shards
+from jobs.records import FinalizeClaim, FinishedShard
+from jobs.shard_rows import build_part, build_range, has_shards
 from jobs.states import TERMINAL_SHARD_STATES, JobState, ShardState
 
 OPEN_SHARD_STATES = tuple(state for state in ShardState if state not in TERMINAL_SHARD_STATES)
@@ -48,6 +48,13 @@ class FinalizeStore(ClaimStore):
             newest = jobs.c.state == JobState.FINALIZING, jobs.c.finalize_fence == claim.fence
             change = update(jobs).where(jobs.c.id == claim.job_id, *newest)
             return connection.execute(change.values(finalize_lease_until=now + self._lease_s)).rowcount == 1
+
+    def spooled_shards(self, job_id: str) -> list[FinishedShard]:
+        """The shards whose rows lie in a spool, in its order."""
+        query = select(shards).where(shards.c.job_id == job_id, shards.c.source_index < 0)
+        with self._read() as (connection, _):
+            rows = connection.execute(query.order_by(shards.c.shard_index)).all()
+        return [FinishedShard(build_range(row), build_part(row), row.rows_failed) for row in rows]
 
     def complete_job(self, claim: FinalizeClaim, state: JobState, message: str | None = None) -> bool:
         """Ends the job as completed or failed; False when the claim is not the newest."""

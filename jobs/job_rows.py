@@ -18,7 +18,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, case, func, inser
 from jobs.errors import StoreError
 from jobs.models import events, jobs, shards
 from jobs.owner import Owner
-from jobs.planning import ShardRange
+from jobs.planning import Plan, ShardRange
 from jobs.records import PRIORITIES, JobRecord
 from jobs.sources import Source
 from jobs.states import JOB_STATES_BEFORE, TERMINAL_JOB_STATES, JobState, Runner, ShardState
@@ -136,6 +136,12 @@ def plan_values(
         "part_schema": part_schema,
         "identity": identity,
     }
+
+
+def plan_figures(plan: Plan, regrouped: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the job's history tells of its plan."""
+    figures: dict[str, Any] = {"rows": plan.num_rows, "shards": len(plan.shards)}
+    return figures if regrouped is None else figures | {"regrouped": dict(regrouped)}
 
 
 def insert_shards(connection: Connection, job_id: str, ranges: Iterable[ShardRange]) -> None:

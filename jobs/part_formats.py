@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from jobs.hashing_file import HashingFile
 from jobs.part_schema import holds_json, kept_fields
@@ -21,6 +22,7 @@ from jobs.values import to_json_text, to_plain
 
 MAX_GROUP_ROWS = 16_384
 MAX_GROUP_BYTES = 64 << 20
+_ROW_BITS = 41  # of a row_index, in a number that also holds the source_index
 TOKEN_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 # error_code and error_message are the last columns, so a line of a completion ends with exactly this.
 _NO_ERROR_TAIL = b'"error_code": null, "error_message": null}\n'
@@ -75,7 +77,7 @@ def write_parquet(
     """Writes `results` (in row order) merged with the earlier part; returns the number of rows."""
     num_rows = 0
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        for table in _merge_tables(earlier, build_table(results, schema, sources)):
+        for table in _merge_tables(earlier, build_table(results, schema, sources), sources):
             _write_groups(writer, table)
             num_rows += table.num_rows
         if num_rows == 0:
@@ -91,12 +93,12 @@ def write_jsonl(
     sources: Sequence[Source],
 ) -> int:
     """The same as JSON lines, one object a line, keys in the schema's order."""
-    num_rows, last = 0, -1
-    lines = heapq.merge(_read_lines(earlier), _build_lines(results, schema, sources))
-    for row_index, line in lines:
-        assert row_index > last, f"row {row_index} is in the earlier part and in the new rows"
+    num_rows, last = 0, ("", -1)
+    lines = heapq.merge(_read_lines(earlier or ()), _build_lines(results, schema, sources))
+    for key, line in lines:
+        assert key > last, f"row {key[1]} is in the earlier part and in the new rows"
         file.write(line)
-        num_rows, last = num_rows + 1, row_index
+        num_rows, last = num_rows + 1, key
     return num_rows
 
 
@@ -129,16 +131,21 @@ def strip_jsonl(file: HashingFile, earlier: BinaryIO, schema: pa.Schema) -> Stri
     return stripped
 
 
-def load_parquet_row_indexes(part: BinaryIO) -> Iterator[int]:
-    """The row_index of every row."""
+def load_parquet_keys(part: BinaryIO, only_errors: bool) -> Iterator[tuple[str, int]]:
+    """(source, row_index) of every row, or of every error row."""
     with pq.ParquetFile(part) as file:
-        for batch in file.iter_batches(columns=["row_index"]):
-            yield from batch.column(0).to_pylist()
+        for batch in file.iter_batches(columns=["source", "row_index", "error_code"]):
+            if only_errors:
+                batch = batch.filter(pc.is_valid(batch.column("error_code")))
+            yield from zip(
+                batch.column("source").to_pylist(), batch.column("row_index").to_pylist(), strict=True
+            )
 
 
-def load_jsonl_row_indexes(part: BinaryIO) -> Iterator[int]:
-    """The row_index of every line."""
-    return (row_index for row_index, _ in _read_lines(part))
+def load_jsonl_keys(part: BinaryIO, only_errors: bool) -> Iterator[tuple[str, int]]:
+    """(source, row_index) of every line, or of every line of an error."""
+    lines = (line for line in part if not (only_errors and line.endswith(_NO_ERROR_TAIL)))
+    return (key for key, _ in _read_lines(lines))
 
 
 def count_parquet(part: BinaryIO) -> PartRows:
@@ -172,30 +179,40 @@ def _write_groups(writer: pq.ParquetWriter, table: pa.Table) -> None:
     writer.write_table(table, row_group_size=group_rows)
 
 
-def _merge_tables(earlier: BinaryIO | None, new: pa.Table) -> Iterator[pa.Table]:
+def _merge_tables(earlier: BinaryIO | None, new: pa.Table, sources: Sequence[Source]) -> Iterator[pa.Table]:
     """The earlier part's batches and the new rows in row order; holds the new rows and a batch at a time."""
-    new_rows = new.column("row_index").to_numpy()
+    uris = pa.array([source.uri for source in sources], pa.string())
+    new_keys = _row_keys(new, uris)
     start, last = 0, -1
     for batch in _read_batches(earlier):
-        end = int(np.searchsorted(new_rows, batch.column("row_index")[-1].as_py(), side="right"))
-        table = pa.concat_tables(
-            [pa.Table.from_batches([batch]).cast(new.schema), new.slice(start, end - start)]
-        )
-        table = table.take(pc.sort_indices(table, sort_keys=[("row_index", "ascending")]))
-        last = _check_order(table, last)
-        yield table
+        old = pa.Table.from_batches([batch]).cast(new.schema)
+        old_keys = _row_keys(old, uris)
+        end = int(np.searchsorted(new_keys, old_keys[-1], side="right"))
+        keys = np.concatenate([old_keys, new_keys[start:end]])
+        order = np.argsort(keys)
+        last = _check_order(keys[order], last)
+        yield pa.concat_tables([old, new.slice(start, end - start)]).take(pa.array(order))
         start = end
-    rest = new.slice(start)
-    _check_order(rest, last)
-    if rest.num_rows:
-        yield rest
+    _check_order(new_keys[start:], last)
+    if start < new.num_rows:
+        yield new.slice(start)
 
 
-def _check_order(table: pa.Table, last: int) -> int:
-    rows = table.column("row_index").to_numpy()
-    steps = np.diff(rows, prepend=last)
-    assert (steps > 0).all(), f"row {rows[steps <= 0][0]} is out of order or twice in a part"
-    return int(rows[-1]) if len(rows) else last
+def _row_keys(table: pa.Table, uris: pa.Array) -> NDArray[np.int64]:
+    """A number for each row that grows with its source, then with its row_index."""
+    source_index = pc.fill_null(pc.index_in(table.column("source"), uris), -1).to_numpy()
+    keys: NDArray[np.int64] = (
+        source_index.astype(np.int64) << _ROW_BITS | table.column("row_index").to_numpy()
+    )
+    return keys
+
+
+def _check_order(keys: NDArray[np.int64], last: int) -> int:
+    steps = np.diff(keys, prepend=last)
+    if not (steps > 0).all():
+        row_index = int(keys[steps <= 0][0]) & (1 << _ROW_BITS) - 1
+        raise AssertionError(f"row {row_index} is out of order or twice in a part")
+    return int(keys[-1]) if len(keys) else last
 
 
 def _read_batches(part: BinaryIO | None) -> Iterator[pa.RecordBatch]:
@@ -207,14 +224,15 @@ def _read_batches(part: BinaryIO | None) -> Iterator[pa.RecordBatch]:
                 yield batch
 
 
-def _read_lines(part: BinaryIO | None) -> Iterator[tuple[int, bytes]]:
-    for line in part or ():
-        yield json.loads(line)["row_index"], line
+def _read_lines(lines: Iterable[bytes]) -> Iterator[tuple[tuple[str, int], bytes]]:
+    for line in lines:
+        record = json.loads(line)
+        yield (record["source"], record["row_index"]), line
 
 
 def _build_lines(
     results: Iterable[Result], schema: pa.Schema, sources: Sequence[Source]
-) -> Iterator[tuple[int, bytes]]:
+) -> Iterator[tuple[tuple[str, int], bytes]]:
     kept = [(field.name, holds_json(field)) for field in kept_fields(schema)]
     names = schema.names[3 + len(kept) :]
     for result in results:
@@ -228,7 +246,8 @@ def _build_lines(
             record[name] = to_json_text(value) if as_json and value is not None else to_plain(value)
         for name in names:
             record[name] = getattr(result, name)
-        yield result.row_index, _encode(json.dumps(record, ensure_ascii=False, allow_nan=False)) + b"\n"
+        line = _encode(json.dumps(record, ensure_ascii=False, allow_nan=False)) + b"\n"
+        yield (record["source"], result.row_index), line
 
 
 def _kept_values(results: Sequence[Result], index: int, field: pa.Field) -> list[Any]:

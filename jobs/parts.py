@@ -1,6 +1,7 @@
 """The part of a shard: written as an attempt's own file, which counts only once the database says so.
 
-A shard keeps one part for ever. A later attempt writes a longer one: the earlier rows and its own, in order;
+A shard keeps one part for ever, its rows in the order of the input (source, row_index). A later attempt writes a
+longer one: the earlier rows and its own;
 or, when failed rows are tried again, first a shorter one, without the error rows.
 """
 
@@ -45,7 +46,7 @@ def write_attempt(
     Raises OutputError when the disk is full or the earlier part is not as committed; then no file is left.
     """
     name = _attempt_name(claim, output_format)
-    ordered = sorted(results, key=lambda result: result.row_index)
+    ordered = sorted(results, key=lambda result: (result.source_index, result.row_index))
     write = part_formats.write_parquet if output_format == "parquet" else part_formats.write_jsonl
     with _open_part(storage, claim.part) if claim.part else nullcontext() as earlier:
         with storage.create(name) as file:
@@ -81,13 +82,25 @@ def strip_errors(
     return part, ShardCounts(failed=-num_removed, **tokens), stats
 
 
-def load_done_rows(storage: Storage, part: PartFile | None) -> set[int]:
-    """The row_index of every row that earlier attempts committed."""
+def load_done_rows(
+    storage: Storage, part: PartFile | None, sources: Sequence[Source], *, only_errors: bool = False
+) -> set[tuple[int, int]]:
+    """(source_index, row_index) of every row that earlier attempts committed, or of the error rows among them."""
     if part is None:
         return set()
-    load = part_formats.load_parquet_row_indexes if _is_parquet(part) else part_formats.load_jsonl_row_indexes
+    load = part_formats.load_parquet_keys if _is_parquet(part) else part_formats.load_jsonl_keys
     with _open_part(storage, part) as file, _readable(storage, part):
-        return set(load(file))
+        found = list(load(file, only_errors))
+    if not found:
+        return set()
+    index_of = {source.uri: index for index, source in enumerate(sources)}
+    try:
+        return {(index_of[uri], row_index) for uri, row_index in found}
+    except KeyError as error:
+        raise OutputError(
+            f"{storage.place(part.path)} holds rows of {error}, which is no input of the job: "
+            "start over with --if-exists overwrite"
+        ) from None
 
 
 def count_part(storage: Storage, part: PartFile) -> PartRows:

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, Row, exists, insert, select, update
 
 from jobs.job_rows import lock_job, plan_values
 from jobs.models import jobs, plan_pieces
+from jobs.owner import Owner
 from jobs.records import LoadedPiece, PieceRecord
 from jobs.sources import Source
 from jobs.states import JobState, Runner
@@ -100,6 +101,21 @@ class PlanStore(SubmitStore):
         """The indexes of the pieces without ranges."""
         return [piece.piece_index for piece in self.load_pieces(job_id) if piece.ranges is None]
 
+    def claim_start(self, job_id: str, owner: Owner) -> bool:
+        """The right to start a job whose pieces are all planned, for a lease that renew_plan renews.
+
+        False when it is started, or somebody is at it: also another thread of the process that asks.
+        """
+        with self._write() as (connection, now):
+            row = lock_job(connection, job_id)
+            if row is None or row.state != JobState.VALIDATING:
+                return False
+            if row.plan_owner is not None and is_planning(row, now):
+                return False
+            values = {"plan_owner": owner.to_text(), "plan_lease_until": now + self._lease_s}
+            connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
+            return True
+
     def jobs_to_plan(self) -> list[str]:
         """Submitted jobs that nobody plans, oldest first; those that wait for pieces are not among them."""
         waiting = exists().where(plan_pieces.c.job_id == jobs.c.id)
@@ -123,7 +139,8 @@ class PlanStore(SubmitStore):
         for job_id in job_ids:
             with self._write() as (connection, now):
                 still = jobs.c.id == job_id, *_is_unplanned(), jobs.c.plan_lease_until < now
-                change = update(jobs).where(*still).values(plan_lease_until=now + PIECES_AGAIN_S)
+                again = {"plan_owner": None, "plan_lease_until": now + PIECES_AGAIN_S}
+                change = update(jobs).where(*still).values(again)
                 if connection.execute(change).rowcount == 0:
                     continue
             pieces = self.load_pieces(job_id)

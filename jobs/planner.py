@@ -7,15 +7,16 @@ be tried again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from jobs.allowed import check_allowed
 from jobs.errors import JobIsLive, OutputError, RefusedError, SourceError, Unavailable
 from jobs.footers import load_row_bytes
 from jobs.identity import job_identity
-from jobs.owner import Owner
+from jobs.owner import Owner, current_owner
 from jobs.part_schema import build_part_schema
 from jobs.plan_pieces import (
     PlanPiece,
@@ -42,6 +43,7 @@ from jobs.reading import load_columns
 from jobs.records import JobRecord
 from jobs.sources import Source, load_sources
 from jobs.spec import JobSpec, load_spec
+from jobs.starting import StartOrder, start_planned
 from jobs.states import RESUMABLE_JOB_STATES, TERMINAL_JOB_STATES, JobState
 from jobs.storage import open_storage
 from jobs.store import Store
@@ -64,7 +66,13 @@ class _CheckedOrder:
     replaces: bool  # the output holds an earlier job's files, which are to go
 
 
-def plan_submitted_job(store: Store, job_id: str, owner: Owner, allow: Sequence[str]) -> list[int]:
+def plan_submitted_job(
+    store: Store,
+    job_id: str,
+    owner: Owner,
+    allow: Sequence[str],
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> list[int]:
     """Plans a job and starts it, or cuts a large one into pieces and returns the indexes of those to plan.
 
     [] also when the job is past planning or somebody else plans it. Inputs and output must lie below `allow`.
@@ -78,27 +86,30 @@ def plan_submitted_job(store: Store, job_id: str, owner: Owner, allow: Sequence[
         order = _check_order(store, job, allow)
         if is_large(order.sources, order.spec.limit):
             pieces = cut_pieces(order.sources)
-            if _free_output(store, job, owner, order):
+            if _free_output(store, job, owner, order, None):
                 if store.save_pieces(
                     job_id, order.sources, order.columns, order.part_schema, order.identity, pieces
                 ):
                     num_pieces = len(pieces)
         else:
-            plan = _plan_at_once(store, order)
-            if _free_output(store, job, owner, order):
-                store.start_job(
-                    job_id,
-                    order.sources,
-                    order.columns,
-                    plan,
-                    order.part_schema,
-                    order.identity,
-                    build_prefix_key(order.spec),
-                )
+            start = StartOrder(
+                job_id=job_id,
+                spec=order.spec,
+                sources=order.sources,
+                columns=order.columns,
+                plan=_plan_at_once(store, order),
+                part_schema=order.part_schema,
+                identity=order.identity,
+                prefix_key=build_prefix_key(order.spec),
+            )
+            free = partial(_free_output, store, job, owner, order)
+            start_planned(store, open_storage(job.output), owner, start, is_stopping, free)
     return list(range(num_pieces))
 
 
-def plan_one_piece(store: Store, job_id: str, piece_index: int) -> bool:
+def plan_one_piece(
+    store: Store, job_id: str, piece_index: int, is_stopping: Callable[[], bool] = lambda: False
+) -> bool:
     """Plans one piece of a large job; True when all pieces were planned and the job was started by this call.
 
     May be called again for a piece that is planned. Errors as in plan_submitted_job.
@@ -114,7 +125,7 @@ def plan_one_piece(store: Store, job_id: str, piece_index: int) -> bool:
             is_last = store.save_piece(job_id, piece_index, ranges_to_json(ranges))
         else:
             is_last = not store.unplanned_pieces(job_id)
-        return is_last and _start_from_pieces(store, job_id)
+        return is_last and _start_from_pieces(store, job_id, is_stopping)
     return False
 
 
@@ -203,14 +214,16 @@ def _age(job: JobRecord) -> tuple[float, str]:
     return job.created_at, job.job_id
 
 
-def _free_output(store: Store, job: JobRecord, owner: Owner, order: _CheckedOrder) -> bool:
+def _free_output(
+    store: Store, job: JobRecord, owner: Owner, order: _CheckedOrder, spare_spool: int | None
+) -> bool:
     """Makes room in the output folder where that was asked for; False when the plan is another's by now."""
     if order.replaces:
         store.take_over_output(job.job_id)
     if not store.renew_plan(job.job_id, owner):
         return False
     if order.replaces:
-        clear_output(open_storage(job.output))
+        clear_output(open_storage(job.output), spare_spool)
     return True
 
 
@@ -240,16 +253,28 @@ def _plan_piece(store: Store, spec: JobSpec, source: Source, piece: PlanPiece) -
     return ranges if fewer is None else plan_piece(source, piece, fewer)
 
 
-def _start_from_pieces(store: Store, job_id: str) -> bool:
+def _start_from_pieces(store: Store, job_id: str, is_stopping: Callable[[], bool]) -> bool:
     job = store.load_job(job_id)
     records = store.load_pieces(job_id)
     texts = [record.ranges for record in records if record.ranges is not None]
     if not records or len(texts) < len(records):
         return False
     pieces = [PlanPiece(record.source_index, record.byte_offset, record.byte_size) for record in records]
-    plan = join_pieces(pieces, [ranges_from_json(text) for text in texts])
-    prefix_key = build_prefix_key(_load_spec(job))
-    return store.start_job(job_id, job.sources, job.columns, plan, job.part_schema, job.identity, prefix_key)
+    owner = current_owner()
+    if not store.claim_start(job_id, owner):
+        return False
+    spec = _load_spec(job)
+    start = StartOrder(
+        job_id=job_id,
+        spec=spec,
+        sources=job.sources,
+        columns=job.columns,
+        plan=join_pieces(pieces, [ranges_from_json(text) for text in texts]),
+        part_schema=job.part_schema,
+        identity=job.identity,
+        prefix_key=build_prefix_key(spec),
+    )
+    return start_planned(store, open_storage(job.output), owner, start, is_stopping)
 
 
 def _load_rows_per_s(store: Store, spec: JobSpec) -> float | None:

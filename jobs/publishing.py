@@ -13,6 +13,7 @@ from jobs.crash_points import reach
 from jobs.errors import RefusedError
 from jobs.parts import ATTEMPTS_FOLDER, settle_part
 from jobs.records import JobRecord, PartFile
+from jobs.spool import delete_spools
 from jobs.storage import Storage
 from jobs.store import Store
 
@@ -111,10 +112,11 @@ def check_output(
     return "resume"
 
 
-def clear_output(storage: Storage) -> None:
+def clear_output(storage: Storage, spare_spool: int | None = None) -> None:
     """Removes our own files of an earlier job, and nothing else; the manifest goes first, parts last: without
-    its attempt no late publisher brings one back."""
+    its attempt no late publisher brings one back. `spare_spool`: the new job's."""
     storage.delete(MANIFEST_NAME)
+    delete_spools(storage, spare_spool)
     sweep_attempts(storage)
     storage.delete_all([name for name in storage.names() if _PART_NAME.fullmatch(name)])
 

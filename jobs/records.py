@@ -140,6 +140,14 @@ class CleanReport(NamedTuple):
     num_workers: int
 
 
+class FinishedShard(NamedTuple):
+    """A shard at the end of its job."""
+
+    range: ShardRange
+    part: PartFile | None
+    rows_failed: int
+
+
 class CommittedPart(NamedTuple):
     """The part that counts for a shard, and how many of its rows are errors."""
 
@@ -225,3 +233,6 @@ class JobStatus:
     deadline_at: float | None = None
     num_workers: int = 0  # processes that hold a shard
     is_live: bool = False  # a process runs it, or could take it up at once
+    regrouped: dict[str, Any] | None = (
+        None  # what sorting the rows by prefix saves; None: they were not sorted
+    )

@@ -100,6 +100,9 @@ class JobSpec(BaseModel):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     if_exists: Literal["resume", "fail", "overwrite"] = "resume"
     shard_rows: int | None = Field(default=None, ge=1, le=10_000_000)
+    regroup: Literal["auto", "never", "always"] = Field(
+        default="auto", description="sort the rows by prompt: auto, where a sample shows that it saves 10%"
+    )
     priority: Literal["high", "normal", "low"] = Field(default="normal", description="queue only")
     not_before: Annotated[str | None, AfterValidator(_check_moment)] = Field(
         default=None,
@@ -125,7 +128,7 @@ class JobSpec(BaseModel):
         identity.
 
         Not here: inputs and model (they have fingerprints), output, dtype (part of the model's fingerprint),
-        and what only says how to run (max_errors, if_exists, shard_rows).
+        and what only says how to run (max_errors, if_exists, shard_rows, regroup).
         """
         return self.model_dump(mode="json", exclude=_NOT_TEXT_FIELDS)
 
@@ -140,6 +143,7 @@ class JobSpec(BaseModel):
 
 _NOT_TEXT_FIELDS = {
     *("input", "output", "model", "dtype", "max_errors", "if_exists", "shard_rows"),
+    "regroup",
     *("priority", "not_before", "deadline", "on_complete"),
 }
 

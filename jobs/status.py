@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, case, func, select
 
 from jobs.job_rows import load_job
-from jobs.models import jobs, shards, workers
+from jobs.models import events, jobs, shards, workers
 from jobs.owner import Owner, is_alive, is_dead, is_local
 from jobs.records import JobRecord, JobStatus
 from jobs.states import TERMINAL_JOB_STATES, JobState, Runner, ShardState
@@ -79,6 +79,7 @@ def load_status(connection: Connection, job_id: str, now: float, lease_s: float)
         deadline_at=job.deadline_at,
         num_workers=len({row.owner for row in running}),
         is_live=_is_live(connection, job, [row.lease_until for row in running], now, lease_s),
+        regrouped=_load_regrouped(connection, job_id),
     )
 
 
@@ -110,6 +111,13 @@ def _load_stats(connection: Connection, job_id: str) -> JobStats:
         shards.c.job_id == job_id, shards.c.state != ShardState.DONE, shards.c.stats.is_not(None)
     )
     return merge_stats([done, *connection.scalars(others)])
+
+
+def _load_regrouped(connection: Connection, job_id: str) -> dict[str, Any] | None:
+    """What the event of the planning tells of a regrouping."""
+    planned = events.c.job_id == job_id, events.c.kind.in_(("created", "planned"))
+    detail = connection.scalar(select(events.c.detail).where(*planned).order_by(events.c.id).limit(1))
+    return None if detail is None else detail.get("regrouped")
 
 
 def _select_sums(job_id: str) -> Any:

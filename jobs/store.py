@@ -26,6 +26,7 @@ from jobs.job_rows import (
     lock_job,
     lock_output,
     normal_output,
+    plan_figures,
     plan_values,
     select_jobs,
 )
@@ -72,6 +73,7 @@ class Store(WorkerStore):
         identity: str,
         part_schema: pa.Schema,
         owner: Owner | None = None,
+        regrouped: Mapping[str, Any] | None = None,
     ) -> JobRecord:
         """A job in progress with all its shards queued, held by `owner` from the start.
 
@@ -103,7 +105,7 @@ class Store(WorkerStore):
                 )
             )
             insert_shards(connection, job_id, plan.shards)
-            add_event(connection, job_id, now, "created", {"rows": plan.num_rows, "shards": len(plan.shards)})
+            add_event(connection, job_id, now, "created", plan_figures(plan, regrouped))
             return load_job(connection, job_id)
 
     def find_job(self, ref: str) -> JobRecord | None:

@@ -28,6 +28,7 @@ from jobs.job_rows import (
     lock_job,
     lock_output,
     normal_output,
+    plan_figures,
     plan_values,
     select_jobs,
 )
@@ -134,8 +135,11 @@ class SubmitStore(RetryStore):
         part_schema: bytes,
         identity: str,
         prefix_key: str | None = None,
+        regrouped: Mapping[str, Any] | None = None,
     ) -> bool:
         """Puts a planned job in progress with all its shards queued; False when it is not to be planned.
+
+        `regrouped`: what the job's history tells of a regrouping.
 
         Raises RefusedError when another job is at work in its output folder.
         """
@@ -156,7 +160,7 @@ class SubmitStore(RetryStore):
             assert entered, "the row is locked by this transaction"
             insert_shards(connection, job_id, plan.shards)
             connection.execute(plan_pieces.delete().where(plan_pieces.c.job_id == job_id))
-            add_event(connection, job_id, now, "planned", {"rows": plan.num_rows, "shards": len(plan.shards)})
+            add_event(connection, job_id, now, "planned", plan_figures(plan, regrouped))
             return True
 
     def take_over_output(self, job_id: str) -> None:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
 from engine.checkpoint import load_checkpoint, resolve_dtype
 from engine.fingerprint import fingerprint
 from engine.null_engine import is_null_url, parse_null_url
+from jobs.errors import JobsError
 from jobs.identity import job_identity
+from jobs.owner import Owner
 from jobs.part_schema import build_part_schema
 from jobs.planning import MAX_KEPT_BYTES, Plan, plan_job_shards
 from jobs.prompts import PromptSource
 from jobs.reading import load_columns
+from jobs.records import JobRecord
+from jobs.regroup import StoppedError, regroup
 from jobs.sources import Source, load_sources
 from jobs.spec import JobSpec
+from jobs.starting import discard_unused
+from jobs.storage import Storage
+from jobs.store import Store
 
 NULL_ROWS_PER_S = 10_000.0  # an engine without weights needs no learning
 
@@ -64,11 +74,61 @@ def load_order(spec: JobSpec) -> LocalOrder:
     )
 
 
-def plan_order(order: LocalOrder, learned_rows_per_s: float | None) -> Plan:
-    """The shards of a new job: about 30 seconds of work, less where large rows are kept."""
+@dataclass(frozen=True, slots=True)
+class LocalPlan:
+    """The shards of a new job. With `spool_id` its rows lie sorted in the output folder's spool."""
+
+    plan: Plan
+    spool_id: int | None = None
+    note: str | None = None  # what was found, for people
+    regrouped: Mapping[str, Any] | None = None  # the same, for the job's history
+
+
+@contextmanager
+def planned_order(
+    order: LocalOrder,
+    store: Store,
+    storage: Storage,
+    should_stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> Iterator[LocalPlan]:
+    """A plan for the block that begins the job; at its end the plan's spool goes, unless the job has begun."""
+    planned = plan_order(order, store, storage, should_stop)
+    if planned.note:
+        note(planned.note)
+    try:
+        yield planned
+    finally:
+        if planned.spool_id is not None:
+            with suppress(JobsError):
+                discard_unused(store, storage, order.spec.output, planned.spool_id)
+
+
+def create_job(order: LocalOrder, planned: LocalPlan, store: Store, owner: Owner) -> JobRecord:
+    """The job in the database, held by `owner`."""
+    return store.create_job(
+        order.spec,
+        order.sources,
+        planned.plan,
+        order.fingerprint,
+        order.identity,
+        order.schema,
+        owner,
+        planned.regrouped,
+    )
+
+
+def plan_order(
+    order: LocalOrder, store: Store, storage: Storage, should_stop: Callable[[], bool]
+) -> LocalPlan:
+    """The shards of a new job: about 30 seconds of work, less where large rows are kept.
+
+    Where that pays, its rows are sorted by prefix first. Raises KeyboardInterrupt where that is stopped.
+    """
     spec = order.spec
-    rows_per_s = learned_rows_per_s or order.assumed_rows_per_s
-    return plan_job_shards(
+    learned = store.learned_rows_per_s(order.fingerprint, spec.max_tokens)
+    rows_per_s = learned or order.assumed_rows_per_s
+    plan = plan_job_shards(
         order.sources,
         spec.shard_rows,
         rows_per_s,
@@ -76,6 +136,11 @@ def plan_order(order: LocalOrder, learned_rows_per_s: float | None) -> Plan:
         keeps_columns=bool(spec.keep),
         max_kept_bytes=MAX_KEPT_BYTES,
     )
+    try:
+        found = regroup(spec, order.sources, order.prompt_source, plan, storage, lambda: not should_stop())
+    except StoppedError:
+        raise KeyboardInterrupt from None
+    return LocalPlan(found.plan, found.spool_id, found.note, found.figures) if found else LocalPlan(plan)
 
 
 def to_absolute(spec: JobSpec) -> JobSpec:

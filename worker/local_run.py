@@ -7,7 +7,7 @@ CLI.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from engine.config import EngineOptions
@@ -18,7 +18,6 @@ from jobs.database import database_url as to_database_url
 from jobs.errors import RefusedError
 from jobs.finalize import finalize_job
 from jobs.owner import Owner, current_owner
-from jobs.planning import Plan
 from jobs.publishing import check_output, clear_output, redo_publications
 from jobs.records import JobRecord, JobStatus
 from jobs.spec import JobSpec, load_spec
@@ -32,7 +31,7 @@ from worker.engine_client import EngineClient
 from worker.engine_feed import LOAD_TIMEOUT_S, MAX_LOAD_DEATHS, EngineFeed
 from worker.interrupts import Interrupts
 from worker.job_context import Contexts, JobContext, OutputTarget
-from worker.local_order import LocalOrder, load_order, plan_order
+from worker.local_order import LocalOrder, LocalPlan, create_job, load_order, planned_order
 from worker.prepare import Preparer
 from worker.prepare_ahead import PrepareAhead
 from worker.progress import Display
@@ -149,23 +148,17 @@ class LocalRun:
         if earlier is not None:
             with self._held(earlier):  # raises if another process is at it
                 pass
-        with self._start_engine() as client:
-            plan = self._plan()
+        with self._start_engine() as client, self._plan() as planned:
             engine = self._wait_loaded(client)
             latest = self._store.find_job(self._order.spec.output)
             is_first = latest is None or (earlier is not None and latest.job_id == earlier.job_id)
             if is_first:
-                job = self._create_job(plan)  # before anything goes: only one process gets past here
+                # Before anything goes: only one process gets past here.
+                job = create_job(self._order, planned, self._store, self._owner)
                 with self._held(job):
-                    clear_output(self._storage)
+                    clear_output(self._storage, planned.spool_id)
                     return self._run_shards(job, engine)
         return self.run()  # somebody began a job here meanwhile
-
-    def _create_job(self, plan: Plan) -> JobRecord:
-        order = self._order
-        return self._store.create_job(
-            order.spec, order.sources, plan, order.fingerprint, order.identity, order.schema, self._owner
-        )
 
     def _go_on(self, job: JobRecord) -> int:
         """A job that exists: whatever is left of it."""
@@ -180,6 +173,11 @@ class LocalRun:
                 return self._finalize(job.job_id)
             with self._start_engine() as client:
                 return self._run_shards(job, self._wait_loaded(client))
+
+    def _plan(self) -> AbstractContextManager[LocalPlan]:
+        return planned_order(
+            self._order, self._store, self._storage, self._interrupts.should_stop, self._display.note
+        )
 
     @contextmanager
     def _held(self, job: JobRecord) -> Iterator[None]:
@@ -216,10 +214,6 @@ class LocalRun:
                     raise
                 self._display.note(f"{died}; started again")
                 client.start()
-
-    def _plan(self) -> Plan:
-        order = self._order
-        return plan_order(order, self._store.learned_rows_per_s(order.fingerprint, order.spec.max_tokens))
 
     def _run_shards(self, job: JobRecord, engine: LoadedEngine) -> int:
         redo_publications(self._storage, self._store, job.job_id)

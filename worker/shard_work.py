@@ -75,7 +75,7 @@ class ShardWork:
         row = self.pending.pop(completion.request_id)
         failed = completion.error_code is not None
         result = Result(
-            self.claim.range.source_index,
+            row.source_index,
             row.row_index,
             row.custom_id,
             row.kept,
@@ -97,7 +97,7 @@ class ShardWork:
     def take_uncommitted(self, now: float) -> Uncommitted:
         """What the next commit adds, in row order; from now on it counts as committed."""
         taken, self._uncommitted = self._uncommitted, Uncommitted()
-        taken.results.sort(key=_row_index)
+        taken.results.sort(key=_row_key)
         self.last_commit_s = now
         return taken
 
@@ -122,5 +122,5 @@ class ShardWork:
         counts.cached_tokens += result.cached_tokens or 0
 
 
-def _row_index(result: Result) -> int:
-    return result.row_index
+def _row_key(result: Result) -> tuple[int, int]:
+    return result.source_index, result.row_index

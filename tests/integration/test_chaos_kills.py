@@ -153,8 +153,8 @@ def check_kills(
 
 
 @SHORT
-def test_five_kills_lose_and_double_nothing(cluster: Cluster) -> None:
-    check_kills(cluster, num_rows=800, shard_rows=20, num_kills=5, num_workers=2, pause_s=0.5)
+def test_three_kills_lose_and_double_nothing(cluster: Cluster) -> None:
+    check_kills(cluster, num_rows=500, shard_rows=20, num_kills=3, num_workers=2, pause_s=0.5)
 
 
 @LONG

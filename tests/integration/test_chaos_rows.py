@@ -158,6 +158,12 @@ def check_stops(cluster: Cluster, num_rows: int, shard_rows: int, num_cancels: i
 
 
 @SHORT
+def test_a_row_that_kills_the_engine_is_quarantined(cluster: Cluster) -> None:
+    check_deadly_rows(cluster, num_rows=40, shard_rows=20, deadly={10: "a killer"}, num_workers=1)
+
+
+@pytest.mark.long
+@SHORT
 def test_rows_that_kill_or_hang_the_engine_are_quarantined(cluster: Cluster) -> None:
     deadly = {
         10: "a killer",

@@ -51,7 +51,7 @@ def is_manifest(method: str, path: str) -> bool:
 
 
 def test_a_fifth_of_all_requests_failing_costs_nothing(faulty_s3: Cluster, s3_proxy: S3Proxy) -> None:
-    expected = faulty_s3.write_rows("in.jsonl", 200)
+    expected = faulty_s3.write_rows("in.jsonl", 100)
     faulty_s3.start_worker()
     s3_proxy.choose = random_faults(0.2, 9, QUICK_FAULTS)
     job_id = faulty_s3.submit("in.jsonl", "out", shard_rows=50)

@@ -19,12 +19,25 @@ ONE = pytest.mark.parametrize("cluster", [("postgres", "s3")], indirect=True)
 EACH_PLACE = pytest.mark.parametrize(
     "cluster", [("sqlite", "local"), ("sqlite", "s3")], indirect=True, ids="-".join
 )
+SOME_PLACES = [("sqlite", "local"), ("postgres", "s3")]
+OTHER_PLACES = [("sqlite", "s3"), ("postgres", "local")]
 # The same URL in every worker of a job: it is the model's fingerprint, and the first claim pins it.
 SLOW = {"null": "null:?delay_ms=15"}
 LOCAL = pytest.mark.parametrize("cluster", [("sqlite", "local")], indirect=True)
 
 
+@pytest.mark.parametrize("cluster", SOME_PLACES, indirect=True, ids="-".join)
 def test_two_workers_run_a_job_each_row_once(cluster: Cluster) -> None:
+    check_two_workers(cluster)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cluster", OTHER_PLACES, indirect=True, ids="-".join)
+def test_two_workers_run_a_job_each_row_once_also_elsewhere(cluster: Cluster) -> None:
+    check_two_workers(cluster)
+
+
+def check_two_workers(cluster: Cluster) -> None:
     expected = cluster.write_rows("in/a.jsonl", 60) + cluster.write_rows("in/b.jsonl", 45)
     for _ in range(2):
         cluster.start_worker({"null": "null:?delay_ms=5"})
@@ -47,6 +60,7 @@ def test_a_plain_celery_client_submits(cluster: Cluster) -> None:
     assert len(cluster.query("SELECT id FROM jobs")) == 1
 
 
+@pytest.mark.long
 @ONE
 def test_a_killed_worker_costs_no_row_and_doubles_none(cluster: Cluster) -> None:
     expected = cluster.write_rows("in.jsonl", 200)

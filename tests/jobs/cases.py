@@ -12,9 +12,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset
 
+from jobs import parts
 from jobs.owner import Owner, current_owner
 from jobs.part_schema import build_part_schema
-from jobs.parts import load_done_rows, strip_errors, write_attempt
+from jobs.parts import strip_errors, write_attempt
 from jobs.planning import Plan, ShardRange
 from jobs.publishing import publish_part
 from jobs.records import JobRecord, ModelOffer, PartFile, PieceRecord, ShardClaim
@@ -114,6 +115,11 @@ def finish_shard(store: Store, storage: Storage, claim: ShardClaim, num_errors: 
     assert store.commit_shard(claim, part, *count_results(results), complete=True)
     publish_part(storage, store, claim.shard_id, part)
     return replace(claim, part=part)
+
+
+def load_done_rows(storage: Storage, part: PartFile | None) -> set[int]:
+    """The row_index of every row in the part of a job with one source."""
+    return {row_index for _, row_index in parts.load_done_rows(storage, part, SOURCES)}
 
 
 def build_results(*rows: int, source_index: int = 0) -> list[Result]:

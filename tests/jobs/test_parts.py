@@ -24,14 +24,14 @@ import pytest
 from jobs.errors import OutputError, RefusedError
 from jobs.hashing_file import HashingFile
 from jobs.part_schema import build_part_schema, holds_json, kept_fields, load_part_schema
-from jobs.parts import count_part, load_done_rows, settle_part, strip_errors, write_attempt
+from jobs.parts import count_part, settle_part, strip_errors, write_attempt
 from jobs.planning import ShardRange
 from jobs.records import PartFile, ShardClaim
 from jobs.results import SKIPPED, Result
 from jobs.sources import Source
 from jobs.stats import JobStats, ShardCounts
 from jobs.storage import Storage, open_storage
-from tests.jobs.cases import ELSEWHERE, SCHEMA, SOURCES, build_results
+from tests.jobs.cases import ELSEWHERE, SCHEMA, SOURCES, build_results, load_done_rows
 
 OTHER = "not_utf8"
 FORMATS = pytest.mark.parametrize("output_format", ["parquet", "jsonl"])

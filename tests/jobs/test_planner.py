@@ -164,7 +164,7 @@ def test_a_plan_whose_last_step_was_lost_is_started_by_the_next_message(
     job = submit(store, data)
     indexes = plan(store, job, data)
     with monkeypatch.context() as patch:
-        patch.setattr(planner, "_start_from_pieces", lambda store, job_id: False)
+        patch.setattr(planner, "_start_from_pieces", lambda *_: False)
         assert not any(plan_one_piece(store, job.job_id, index) for index in indexes)
     assert plan_one_piece(store, job.job_id, indexes[-1])
     assert store.load_job(job.job_id).num_rows == 2800

@@ -13,7 +13,6 @@ from sqlalchemy import Connection
 import jobs.shard_store
 from jobs.database import write_transaction
 from jobs.errors import StoreError
-from jobs.parts import load_done_rows
 from jobs.publishing import publish_part, redo_publications
 from jobs.stats import JobStats, ShardCounts
 from jobs.storage import Storage
@@ -26,6 +25,7 @@ from tests.jobs.cases import (
     commit_rows,
     count_results,
     create_job,
+    load_done_rows,
     read_rows,
     write_rows,
 )

@@ -16,7 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from jobs.errors import RefusedError
 from jobs.finalize import finalize_job
 from jobs.owner import Owner
-from jobs.parts import load_done_rows, strip_errors, write_attempt
+from jobs.parts import strip_errors, write_attempt
 from jobs.publishing import MANIFEST_NAME, publish_part, redo_publications
 from jobs.records import PartFile, ShardClaim, Signal
 from jobs.states import JobState
@@ -31,6 +31,7 @@ from tests.jobs.cases import (
     Clock,
     build_results,
     count_results,
+    load_done_rows,
     read_rows,
     submit_job,
 )
@@ -279,7 +280,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 # No shrinking: it takes minutes, and a failing history of 30 steps is short enough.
 SHORT = settings(
-    max_examples=20,
+    max_examples=10,
     stateful_step_count=30,
     deadline=None,
     phases=[Phase.reuse, Phase.generate],

@@ -23,7 +23,7 @@ def watch_rows(log: str, illness: str) -> None:
     from engine.null_engine import NullEngine
 
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    run_step: Callable[[Any], Any] = NullEngine.step
+    run_step: Callable[[Any], Any] = NullEngine.step_finished
 
     def step(engine: Any) -> Any:
         if os.path.exists(illness):
@@ -34,7 +34,7 @@ def watch_rows(log: str, illness: str) -> None:
         os.write(file, "".join(json.dumps([*facts, text]) + "\n" for text in texts).encode())
         return run_step(engine)
 
-    NullEngine.step = step  # type: ignore[method-assign]
+    NullEngine.step_finished = step  # type: ignore[method-assign]
 
 
 def set_up() -> None:
