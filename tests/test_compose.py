@@ -87,6 +87,7 @@ def composed(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.long
 def test_the_composed_worker_runs_a_job_from_s3_to_s3(composed: Cluster, smollm2_path: str) -> None:
     services = load_services()
     migrated = composed.run(*services["migrate"]["command"])

@@ -1,7 +1,7 @@
 """The `gristmill` command: turns words into a JobSpec or a job reference and calls the part that does it.
 
 Imports nothing heavy at module level, and never torch: `gristmill status` answers at once. The commands of the
-queue are in cli_queue.py.
+queue are in cli_queue.py, `bench` is in cli_bench.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from worker import cli_options as options
+from worker.cli_bench import bench
 from worker.cli_options import AsJson, BrokerUrl, DatabaseUrl, JobReference, build_spec, load_job, open_jobs
 from worker.cli_queue import add_queue_commands
 from worker.console import EXIT_FAILED, print_out, run_guarded, to_json
@@ -64,6 +65,7 @@ def run(
     dtype: options.Dtype = None,
     if_exists: options.IfExists = None,
     shard_rows: options.ShardRows = None,
+    regroup: options.Regroup = None,
     database_url: DatabaseUrl = None,
 ) -> int:
     """Run a job on this machine. The same command again resumes it."""
@@ -75,6 +77,7 @@ def run(
         "system": system, "max_tokens": max_tokens, "seed": seed, "stop": stop, "input_format": input_format,
         "output_format": output_format, "limit": limit, "on_null": on_null, "on_too_long": on_too_long,
         "max_errors": max_errors, "dtype": dtype, "if_exists": if_exists, "shard_rows": shard_rows,
+        "regroup": regroup,
     }  # fmt: skip
     spec = build_spec(fields, sampling, prompt_file, keep)
     return run_local(spec, database_url, build_display(sys.stderr))
@@ -139,6 +142,9 @@ def doctor(
     checks = run_checks(model, database_url, broker_url)
     print_out(to_json(to_checks_payload(checks)) if as_json else to_checks_text(checks))
     return EXIT_FAILED if any(check.state == "fail" for check in checks) else 0
+
+
+app.command()(bench)
 
 
 def run_cli(words: Sequence[str]) -> int:

@@ -85,6 +85,10 @@ IfExists = Annotated[
 ShardRows = Annotated[
     int | None, typer.Option(metavar="N", help="Rows in a shard; default about 30 seconds of work.")
 ]
+Regroup = Annotated[
+    Literal["auto", "never", "always"] | None,
+    typer.Option(help="Sort the rows by prompt; default auto, where a sample shows that it saves 10%."),
+]
 Priority = Annotated[
     Literal["high", "normal", "low"] | None, typer.Option(help="Which job's rows go first; default normal.")
 ]

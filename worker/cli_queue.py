@@ -46,6 +46,7 @@ def submit(
     dtype: options.Dtype = None,
     if_exists: options.IfExists = None,
     shard_rows: options.ShardRows = None,
+    regroup: options.Regroup = None,
     priority: options.Priority = None,
     not_before: options.NotBefore = None,
     deadline: options.Deadline = None,
@@ -65,7 +66,8 @@ def submit(
         "system": system, "max_tokens": max_tokens, "seed": seed, "stop": stop, "input_format": input_format,
         "output_format": output_format, "limit": limit, "on_null": on_null, "on_too_long": on_too_long,
         "max_errors": max_errors, "dtype": dtype, "if_exists": if_exists, "shard_rows": shard_rows,
-        "priority": priority, "not_before": not_before, "deadline": deadline, "on_complete": on_complete,
+        "regroup": regroup, "priority": priority, "not_before": not_before, "deadline": deadline,
+        "on_complete": on_complete,
     }  # fmt: skip
     spec = build_spec(fields, sampling, prompt_file, keep)
     with open_jobs(database_url) as store:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -66,6 +66,7 @@ def to_status_text(status: JobStatus, is_live: bool | None = None) -> str:
         ("errors", to_counts_text(status.errors_by_code)),
         ("ended by", to_counts_text(status.finish_reasons)),
         ("tokens", f"{status.prompt_tokens:,} in ({saved}), {status.completion_tokens:,} out"),
+        ("regrouped", to_regrouped_text(status.regrouped)),
         ("speed", to_speed_text(status)),
         ("engine", to_engine_text(status)),
         *to_percentile_lines(status.percentiles),
@@ -77,6 +78,15 @@ def to_status_text(status: JobStatus, is_live: bool | None = None) -> str:
     return "\n".join(
         [f"{head[0]}  {head[1]}", *(f"  {label:<{LABEL_WIDTH}} {text}".rstrip() for label, text in rest)]
     )
+
+
+def to_regrouped_text(regrouped: Mapping[str, Any] | None) -> str:
+    """What sorting the rows by prefix saves of the prompt text; empty where they were not sorted."""
+    if regrouped is None:
+        return ""
+    before = regrouped.get("sample_in_order")
+    instead = "" if before is None else f" instead of {before:.0%} in input order (sample)"
+    return f"by prefix: sorted rows share {regrouped['sorted_whole']:.0%} of the prompt text{instead}"
 
 
 def to_state_text(status: JobStatus, is_live: bool) -> str:

@@ -74,7 +74,7 @@ class Desk:
         """Plans a submitted job, or cuts its planning into pieces for everybody."""
         if self._store.load_job(job_id).state is not JobState.VALIDATING:
             return
-        pieces = plan_submitted_job(self._store, job_id, self._owner, self._allow)
+        pieces = plan_submitted_job(self._store, job_id, self._owner, self._allow, self._stopping.is_set)
         for piece_index in pieces:
             if not self._ring(PLAN_PIECE, [job_id, piece_index], CONTROL_QUEUE):
                 return
@@ -83,7 +83,7 @@ class Desk:
 
     def plan_piece(self, job_id: str, piece_index: int) -> None:
         """Plans one piece of a large job."""
-        if plan_one_piece(self._store, job_id, piece_index):
+        if plan_one_piece(self._store, job_id, piece_index, self._stopping.is_set):
             self._announce(job_id)
 
     def run_shards(self, model: str) -> None:

@@ -235,7 +235,7 @@ class Upkeep:
         end = time.monotonic() + _MAX_PIECES_S
         while self._pieces and time.monotonic() < end and not self._is_stopping():
             # From the back, while messages are taken from the front. One that fails comes again by pieces_to_plan.
-            if plan_one_piece(self._store, *self._pieces.pop()):
+            if plan_one_piece(self._store, *self._pieces.pop(), self._is_stopping):
                 self._work_began()
         if faults:
             raise faults[0]
@@ -243,7 +243,7 @@ class Upkeep:
     def _plan_job(self, job_id: str) -> None:
         if self._is_stopping():
             return
-        pieces = plan_submitted_job(self._store, job_id, self._owner, self._allow)
+        pieces = plan_submitted_job(self._store, job_id, self._owner, self._allow, self._is_stopping)
         if pieces:
             self._send_pieces([(job_id, index) for index in pieces])
         else:

@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from common import HF_FOLDER, NUM_THREADS, load, report
+from common import HF_FOLDER, NUM_THREADS, WARM, load, report
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 PAD = 2
@@ -73,7 +73,8 @@ def main() -> None:
         HF_FOLDER, dtype=getattr(torch, DTYPE), attn_implementation="sdpa"
     ).eval()
     load_s = time.perf_counter() - start
-    run_static(model, [dict(load("C")[0], max_tokens=4)], 1)
+    if WARM:
+        run_static(model, [dict(load("C")[0], max_tokens=4)], 1)
     for workload in workloads:
         rows = load(workload)
         batch_size = 1 if workload == "C" else int(os.environ.get("BS", "32"))

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-from common import HF_FOLDER, NUM_THREADS, load, report
+from common import HF_FOLDER, NUM_THREADS, WARM, load, report
 
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
@@ -50,8 +50,9 @@ def main() -> None:
         params = [SamplingParams(max_tokens=row["max_tokens"], **greedy) for row in rows]
         return [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, params, use_tqdm=False)]
 
-    warm = load("C")[0]["ids"]
-    generate([{"ids": [5 + i, *warm], "max_tokens": 8} for i in range(4)])
+    if WARM:
+        warm = load("C")[0]["ids"]
+        generate([{"ids": [5 + i, *warm], "max_tokens": 8} for i in range(4)])
     for workload in sys.argv[1]:
         rows = load(workload)
         for _ in range(int(os.environ.get("REPS", "1"))):
@@ -65,6 +66,7 @@ def main() -> None:
                 rows,
                 outs,
                 secs,
+                dtype=dtype,
                 version=vllm.__version__,
                 load_s=round(load_s, 1),
                 cpu_util=round((time.process_time() - cpu) / secs / NUM_THREADS, 2),

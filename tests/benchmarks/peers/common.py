@@ -8,10 +8,12 @@ import hashlib
 import json
 import os
 import resource
+import sys
 from pathlib import Path
 
 PEERS = Path(os.environ.get("PEERS", "peers-work"))
 HF_FOLDER = str(PEERS / "smollm2-hf")
+WARM = bool(int(os.environ.get("WARM", "1")))  # 0: no warm-up, for runs that are timed from start to end
 NUM_THREADS = int(os.environ.get("THREADS", str(len(os.sched_getaffinity(0)))))
 
 
@@ -29,8 +31,32 @@ def peak_gb() -> float:
     return round(max(resource.getrusage(each).ru_maxrss for each in who) / 2**20, 2)
 
 
+def check_exact(workload: str, rows: list[dict], outs: list[list[int]]) -> None:
+    """End the benchmark unless every row has exactly its max_tokens tokens."""
+    if len(outs) != len(rows):
+        sys.exit(f"{workload}: {len(outs)} outputs for {len(rows)} rows")
+    for i, (row, tokens) in enumerate(zip(rows, outs, strict=True)):
+        if len(tokens) != row["max_tokens"]:
+            sys.exit(f"{workload} row {i}: {len(tokens)} tokens, expected {row['max_tokens']}")
+
+
+def write_parquet(outs: list[list[int]]) -> None:
+    """The file that PARQUET names: index, token ids and text of every row. Does nothing without PARQUET."""
+    if not (path := os.environ.get("PARQUET")):
+        return
+    import pyarrow
+    import pyarrow.parquet
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(PEERS / "smollm2-hf" / "tokenizer.json"))
+    columns = {"row": range(len(outs)), "token_ids": outs, "text": tokenizer.decode_batch(outs)}
+    pyarrow.parquet.write_table(pyarrow.table({k: list(v) for k, v in columns.items()}), path)
+
+
 def report(peer: str, workload: str, rows: list[dict], outs: list[list[int]], secs: float, **more) -> None:
-    """Print one workload's line and keep the tokens for compare.py. outs: token ids, in row order."""
+    """Check the counts, print one workload's line, keep the tokens for compare.py. outs: ids, in row order."""
+    check_exact(workload, rows, outs)
+    write_parquet(outs)
     num_prompt, num_out = sum(len(row["ids"]) for row in rows), sum(map(len, outs))
     line = {
         "peer": peer,

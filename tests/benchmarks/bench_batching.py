@@ -1,0 +1,234 @@
+"""What the batcher gains: bench_batching.py [static] [sharing] [saved] [bookkeeping]; all of them unless named.
+
+static: continuous against static batches in file order, 1,000 rows, 8 to 512 output tokens of mean 60, 32 slots.
+sharing: workload A with prefix sharing on and off. saved: prompt tokens not computed, against the most that can be
+saved, with KV caches of 100, 30 and 10% of the shard. bookkeeping: the share of a step in which nothing is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from array import array
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bench import HERE, load_machine, load_workload
+
+from engine.build import build_engine
+from engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
+from engine.engine import Engine
+from engine.prefix_theory import max_shared_tokens
+from engine.random_weights import build_random_engine
+from worker.bench_run import BenchRun, find_miscount, run_pass, warm_up
+from worker.bench_workload import BenchRow, Lengths, Level, SyntheticSpec, build_synthetic, shuffle_rows
+
+VOCAB_SIZE = 49_152
+TINY = ModelConfig(
+    architecture="llama",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    context_size=8192,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_embeddings=True,
+)
+SAVED_GOALS = {
+    1.0: 0.99,
+    0.3: 0.97,
+    0.1: 0.90,
+}  # share of the shard that the KV cache holds: share of the theory
+BOOKKEEPING_ROWS = 512
+MAX_BOOKKEEPING_MS, MAX_BOOKKEEPING_SHARE = 3.0, 0.05
+Figures = dict[str, Any]
+
+
+def workload_a(num_rows: int) -> list[BenchRow]:
+    """The rows of workload A."""
+    return [BenchRow(array("I", row["ids"]), row["max_tokens"]) for row in load_workload("A", num_rows)]
+
+
+def build(model: str | None, options: EngineOptions) -> Engine:
+    """The model at a path, or the tiny random one, warmed up by a short row."""
+    engine = build_engine(model, options) if model else build_random_engine(TINY, options, "tiny")
+    warm_up(engine, [BenchRow(array("I", [1]), 1)])
+    return engine
+
+
+def timed_pass(engine: Engine, rows: list[BenchRow], group: int) -> BenchRun:
+    """One pass over all rows; ends the benchmark unless the token counts are exact."""
+    run = run_pass(engine, rows, group, show=lambda _: None)
+    if problem := find_miscount(rows, run):
+        sys.exit(problem)
+    return run
+
+
+def compare(
+    model: str | None, rows: list[BenchRow], settings: dict[str, EngineOptions], repeat: int
+) -> dict[str, list[BenchRun]]:
+    """Runs the settings in turn, round after round, each on an engine of its own."""
+    engines = {name: build(model, options) for name, options in settings.items()}
+    runs: dict[str, list[BenchRun]] = {name: [] for name in settings}
+    for number in range(repeat):
+        for name, engine in engines.items():
+            runs[name].append(timed_pass(engine, rows, group=number + 1))
+            seconds = runs[name][-1].seconds
+            print(f"  {name}: {seconds:.1f} s, {len(runs[name][-1].steps)} steps", flush=True)
+    return runs
+
+
+def gain(runs: dict[str, list[BenchRun]], fast: str, slow: str, goal: float) -> Figures:
+    """The ratio of the medians, with the goal that it is held to."""
+    medians = {name: statistics.median(run.seconds for run in found) for name, found in runs.items()}
+    ratio = medians[slow] / medians[fast]
+    print(f"{fast} is {ratio:.2f} times as fast as {slow} (goal {goal})")
+    seconds = {name: [round(run.seconds, 2) for run in found] for name, found in runs.items()}
+    steps = {name: len(found[0].steps) for name, found in runs.items()}
+    return {"ratio": round(ratio, 2), "goal": goal, "ok": ratio >= goal, "seconds": seconds, "steps": steps}
+
+
+def bench_static(args: argparse.Namespace) -> Figures:
+    """Continuous against static batches in file order. The ratio of steps is that of an ideal machine."""
+    spec = SyntheticSpec(
+        args.rows or 1000, (), Lengths(20, 60), Lengths(8, 512, 60.0), VOCAB_SIZE, seed=args.seed
+    )
+    options = EngineOptions(dtype=args.dtype, max_num_seqs=32, record_steps=True)
+    settings = {"continuous": options, "static": replace(options, static_batches=True)}
+    runs = compare(args.model, build_synthetic(spec), settings, args.repeat)
+    return gain(runs, "continuous", "static", 2.0)
+
+
+def bench_sharing(args: argparse.Namespace) -> Figures:
+    """Workload A with sharing on and off."""
+    options = EngineOptions(dtype=args.dtype, record_steps=True)
+    settings = {"sharing": options, "no sharing": replace(options, enable_prefix_cache=False)}
+    runs = compare(args.model, workload_a(args.rows), settings, args.repeat)
+    return gain(runs, "sharing", "no sharing", 2.5)
+
+
+def saved_workloads(num_rows: int) -> dict[str, list[BenchRow]]:
+    """A, a tree of system prompt, document and question, and that tree in random order."""
+    spec = SyntheticSpec(
+        num_rows or 480, (Level(300, 1), Level(200, 8), Level(60, 5)), Lengths(10, 60), Lengths(8, 64), VOCAB_SIZE, 0
+    )  # fmt: skip
+    tree = build_synthetic(spec)
+    return {"A": workload_a(num_rows), "multi-level": tree, "shuffled": shuffle_rows(tree, 0)}
+
+
+def num_shard_blocks(rows: Iterable[BenchRow]) -> int:
+    """Blocks of all rows at their ends, each distinct prefix counted once: what 100% of the shard means."""
+    rows = list(rows)
+    total = sum(len(row.token_ids) + row.max_tokens for row in rows)
+    return -(-(total - max_shared_tokens(row.token_ids for row in rows)) // BLOCK_SIZE) + len(rows)
+
+
+def bench_saved(args: argparse.Namespace) -> Figures:
+    """Saved prompt tokens, counted on the tiny model: which tokens are computed depends on no weights."""
+    lines, ok = [], True
+    for name, rows in saved_workloads(args.rows).items():
+        best = max_shared_tokens(row.token_ids for row in rows)
+        blocks = num_shard_blocks(rows)
+        for share, goal in SAVED_GOALS.items():
+            options = EngineOptions(
+                dtype="float32", num_kv_blocks=max(2, int(blocks * share)), record_steps=True
+            )
+            run = timed_pass(build(None, options), rows, group=1)
+            prompts = sum(len(row.token_ids) for row in rows)
+            computed = run.counters.num_computed_prompt_tokens  # those computed again after a preemption too
+            saved = (prompts - computed) / best
+            good, ok = saved >= goal, ok and saved >= goal
+            lines.append(
+                {
+                    "workload": name,
+                    "rows": len(rows),
+                    "kv_share": share,
+                    "kv_blocks": options.num_kv_blocks,
+                    "prompt_tokens": prompts,
+                    "computed": computed,
+                    "max_saved": best,
+                    "saved_of_max": round(saved, 4),
+                    "goal": goal,
+                    "preemptions": run.counters.num_preemptions,
+                    "ok": good,
+                }
+            )
+            print(
+                f"{name}, KV {share:.0%} ({options.num_kv_blocks} blocks): {prompts - computed} of {best} tokens "
+                f"saved, {saved:.2%} (goal {goal:.0%}){'' if good else ' MISSED'}, "
+                f"{run.counters.num_preemptions} preemptions",
+                flush=True,
+            )
+    return {"cases": lines, "ok": ok}
+
+
+def bench_bookkeeping(args: argparse.Namespace) -> Figures:
+    """Bookkeeping of the steps in which 512 rows decode, or as many as there are."""
+    num_rows = args.rows or BOOKKEEPING_ROWS
+    spec = SyntheticSpec(num_rows, (Level(64, 1),), Lengths(8, 32), Lengths(40, 40), VOCAB_SIZE, seed=1)
+    options = EngineOptions(dtype=args.dtype, max_num_seqs=num_rows, record_steps=True)
+    run = timed_pass(build(args.model, options), build_synthetic(spec), group=1)
+    steps = [step for step in run.steps if step.num_decode_tokens == num_rows]
+    if not steps:
+        sys.exit(f"no step decoded all {num_rows} rows")
+    bookkeeping_ms = statistics.median(step.bookkeeping_s for step in steps) * 1e3
+    total_ms = statistics.median(step.total_s for step in steps) * 1e3
+    share = bookkeeping_ms / total_ms
+    ok = bookkeeping_ms <= MAX_BOOKKEEPING_MS and share <= MAX_BOOKKEEPING_SHARE
+    parts = {
+        f"{part}_ms": round(statistics.median(getattr(step, f"{part}_s") for step in steps) * 1e3, 3)
+        for part in ("schedule", "build", "forward", "sample", "finish")
+    }
+    print(
+        f"{num_rows} decoding rows: {bookkeeping_ms:.2f} ms of bookkeeping (goal {MAX_BOOKKEEPING_MS}) in a step of "
+        f"{total_ms:.1f} ms, {share:.1%} (goal {MAX_BOOKKEEPING_SHARE:.0%}): {parts}"
+    )
+    figures = {"rows": num_rows, "steps": len(steps), "bookkeeping_ms": round(bookkeeping_ms, 3)}
+    return figures | {"step_ms": round(total_ms, 2), "share": round(share, 4), "ok": ok} | parts
+
+
+PARTS = {
+    "static": bench_static,
+    "sharing": bench_sharing,
+    "saved": bench_saved,
+    "bookkeeping": bench_bookkeeping,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument(
+        "--model", default="models/smollm2-135m-instruct.gguf", help="or tiny: random weights"
+    )
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--rows", type=int, default=0, help="fewer rows, for a quick look")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "batching.json")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"unknown parts {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
+    args.model = None if args.model == "tiny" else args.model
+    machine = load_machine()
+    result: Figures = {"machine": machine, "model": args.model or asdict(TINY)}
+    for name in args.parts or PARTS:
+        print(f"{name}:", flush=True)
+        result[name] = PARTS[name](args)
+    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"written: {os.path.relpath(args.output)}")
+    if missed := [name for name in args.parts or PARTS if not result[name]["ok"]]:
+        sys.exit(f"goals missed: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()

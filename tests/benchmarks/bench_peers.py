@@ -1,0 +1,198 @@
+"""Gristmill and its peers on the same rows in turn: vLLM's CPU build, OpenVINO GenAI, transformers.
+
+Each runs in an environment of its own (peer_environments.py), once a round, round after round; what counts is the
+median of a system's rounds, and the ratio of medians. A peer whose first rows say that it would take too long for all
+of them is measured on those, and the table says so. Writes results/peers-cpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+
+from bench import HERE, load_machine, load_workload, prepare_peers
+from peer_runs import PEER_NAMES, Figures, Peer, PeerFailed, list_peers, prepare_peer, run_peer
+
+LOAD_S = 900.0  # the most that loading may take: vLLM compiles the model each time
+TRIAL_ROWS = 2
+Key = tuple[str, str, str]  # workload, peer, dtype
+
+
+def num_output(workload: str, num_rows: int) -> int:
+    """Tokens that the first num_rows rows of a workload ask for."""
+    return sum(row["max_tokens"] for row in load_workload(workload, num_rows))
+
+
+class Rounds:
+    """What was measured so far, and why something was not."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.runs: dict[Key, list[Figures]] = {}
+        self.rows: dict[Key, int] = {}  # fewer than asked for, after a slow trial
+        self.notes: dict[Key, str] = {}
+        self.broken: set[tuple[str, str]] = set()
+
+    def workloads_of(self, peer: Peer) -> str:
+        """The workloads wanted of this peer that have not failed."""
+        return "".join(w for w in self.args.workloads if w in peer.workloads)
+
+    def run(self, peer: Peer, workloads: str, num_rows: int, timeout_s: float) -> list[Figures]:
+        """One run; a failure is noted and the peer is left out from then on."""
+        load = os.getloadavg()[0]
+        try:
+            figures, secs = run_peer(
+                peer,
+                workloads,
+                self.args.peers_folder,
+                self.args.model,
+                num_rows=num_rows,
+                threads=self.args.threads,
+                timeout_s=timeout_s,
+            )
+        except PeerFailed as error:
+            print(f"{peer.name} {peer.dtype} on {workloads}: {error}", flush=True)
+            for workload in workloads:
+                self.notes[workload, peer.name, peer.dtype] = f"failed: {error}"
+            self.broken.add((peer.name, peer.dtype))
+            return []
+        for line in figures:
+            if line["dtype"] != peer.dtype:
+                self.notes[line["wl"], peer.name, peer.dtype] = f"computes in {line['dtype']} on this CPU"
+            line |= {"computes_in": line["dtype"], "load_average": round(load, 1)}
+            line |= {"system": peer.name, "dtype": peer.dtype}
+            line["process_s"] = round(secs, 1)
+            print(f"{line['wl']} {peer.name} {peer.dtype}: {line['out_tok_s']} output tokens/s", flush=True)
+        return figures
+
+    def try_out(self, peer: Peer) -> None:
+        """Run the first rows, and note which workloads would take too long with all of them."""
+        limit_s = self.args.max_run_s
+        tried = self.run(peer, self.workloads_of(peer), TRIAL_ROWS, LOAD_S + limit_s)
+        for line in tried:
+            wanted, done = num_output(line["wl"], self.args.rows), line["out_tok"]
+            expected_s = line["secs"] * wanted / done
+            if expected_s > limit_s and wanted > done:
+                key = (line["wl"], peer.name, peer.dtype)
+                self.rows[key] = line["rows"]
+                self.runs[key] = [line]
+                limits = f"all would take about {expected_s:,.0f} s, the limit is {limit_s:,.0f}"
+                notes = [self.notes.get(key, ""), f"only {line['rows']} rows: {limits}"]
+                self.notes[key] = "; ".join(note for note in notes if note)
+                print(f"{line['wl']} {peer.name} {peer.dtype}: {self.notes[key]}", flush=True)
+
+    def run_round(self, peers: list[Peer]) -> None:
+        """Every peer once, with all its workloads in one process."""
+        for peer in peers:
+            if (peer.name, peer.dtype) in self.broken:
+                continue
+            full = "".join(w for w in self.workloads_of(peer) if (w, peer.name, peer.dtype) not in self.rows)
+            if not full:
+                continue
+            for line in self.run(peer, full, self.args.rows, LOAD_S + len(full) * 2 * self.args.max_run_s):
+                self.runs.setdefault((line["wl"], peer.name, peer.dtype), []).append(line)
+
+
+def summarize(rounds: Rounds, peers: list[Peer]) -> list[Figures]:
+    """Medians, with the ratio of Gristmill's in the same dtype, one dictionary a workload and system."""
+    table = []
+    for workload in rounds.args.workloads:
+        medians = {
+            key[1:]: statistics.median(line["out_tok_s"] for line in lines)
+            for key, lines in rounds.runs.items()
+            if key[0] == workload
+        }
+        for peer in peers:
+            if workload not in peer.workloads:
+                continue
+            key = (workload, peer.name, peer.dtype)
+            line: Figures = {"wl": workload, "system": peer.name, "dtype": peer.dtype}
+            if rate := medians.get(key[1:]):
+                runs, ours = rounds.runs[key], medians.get(("gristmill", peer.dtype))
+                line |= {
+                    "rounds": len(runs),
+                    "rows": runs[0]["rows"],
+                    "out_tok": runs[0]["out_tok"],
+                    "out_tok_s": round(rate, 2),
+                    "lowest": min(run["out_tok_s"] for run in runs),
+                    "highest": max(run["out_tok_s"] for run in runs),
+                    "load_s": round(statistics.median(run["load_s"] for run in runs), 1),
+                    "peak_gb": max(run["peak_rss_gb"] for run in runs),
+                    "gristmill_is": round(ours / rate, 2) if ours else None,
+                }
+            table.append(line | {"note": rounds.notes.get(key, "")})
+    return table
+
+
+def print_summary(table: list[Figures]) -> None:
+    """One line a workload and system."""
+    heads = ("wl", "system", "dtype", "rows", "rounds", "out tok/s", "from", "to", "load s", "GB", "ratio")
+    keys = ["wl", "system", "dtype", "rows", "rounds", "out_tok_s", "lowest", "highest", "load_s", "peak_gb"]
+    keys.append("gristmill_is")
+    widths = (2, 16, 9, 5, 6, 9, 8, 8, 7, 6, 6)
+    print("\n" + " ".join(text.rjust(width) for text, width in zip(heads, widths, strict=True)))
+    for line in table:
+        cells = [
+            str("-" if line.get(key) is None else line[key]).rjust(w)
+            for key, w in zip(keys, widths, strict=True)
+        ]
+        print(" ".join(cells) + (f"  {line['note']}" if line["note"] else ""))
+    print("ratio: Gristmill's median over the system's, in the same dtype; all token counts are exact")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="models/smollm2-135m-instruct.gguf", help="GGUF file of SmolLM2")
+    parser.add_argument("--workloads", default="ABC")
+    parser.add_argument("--rows", type=int, default=0, help="only the first rows of each workload; 0: all")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--peers", default=",".join(PEER_NAMES))
+    parser.add_argument(
+        "--max-run-s", type=float, default=1800.0, help="the most one workload may take a peer"
+    )
+    parser.add_argument("--peers-folder", type=Path, default=Path(os.environ.get("PEERS", "peers-work")))
+    parser.add_argument("--threads", type=int, help="default: all cores")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "peers-cpu.json")
+    args = parser.parse_args()
+    args.peers_folder = args.peers_folder.resolve()
+    if unknown := set(args.peers.split(",")) - set(PEER_NAMES):
+        parser.error(f"unknown peers {', '.join(sorted(unknown))}: choose from {', '.join(PEER_NAMES)}")
+    if unknown := set(args.dtypes.split(",")) - {"float32", "bfloat16"}:
+        parser.error(f"unknown dtypes {', '.join(sorted(unknown))}: choose from float32, bfloat16")
+    if unknown := set(args.workloads) - set("ABC"):
+        parser.error(f"unknown workloads {', '.join(sorted(unknown))}: choose from A, B, C")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    machine = load_machine()
+    peers = list_peers(args.peers.split(","), args.dtypes.split(","))
+    prepare_peers(args.peers_folder, args.model)
+    for peer in peers:
+        prepare_peer(peer, args.peers_folder)
+    rounds = Rounds(args)
+    for peer in peers:
+        if peer.environment is not None:
+            rounds.try_out(peer)
+    for number in range(args.repeat):
+        print(f"round {number + 1} of {args.repeat}", flush=True)
+        rounds.run_round(peers)
+    table = summarize(rounds, peers)
+    print_summary(table)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    runs = [line for lines in rounds.runs.values() for line in lines]
+    result = {"machine": machine, "medians": table, "runs": runs}
+    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"written: {os.path.relpath(args.output)}")
+    if rounds.broken:
+        sys.exit(f"{len(rounds.broken)} systems failed; see the notes")
+
+
+if __name__ == "__main__":
+    main()

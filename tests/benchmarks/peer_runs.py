@@ -1,0 +1,144 @@
+"""Which peers there are, what each needs in its environment, and one run of one of them in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peer_environments import FOLDER, environment_python, make_environment
+
+HERE = Path(__file__).resolve().parent
+TCMALLOC = "libtcmalloc_minimal.so.4"
+Figures = dict[str, Any]
+
+
+class Peer(NamedTuple):
+    """A system under one set of settings. workloads: those that it is meant for."""
+
+    name: str
+    environment: str | None  # None: Gristmill's own
+    dtype: str
+    script: tuple[str, ...]
+    settings: Mapping[str, str]
+    workloads: str = "ABC"
+
+
+class PeerFailed(Exception):
+    """A run ended badly; the message says how."""
+
+
+OPENVINO_PRECISION = {"float32": "f32", "bfloat16": "bf16"}
+
+
+def list_peers(names: list[str], dtypes: list[str]) -> list[Peer]:
+    """All peers of these names in each dtype, Gristmill first."""
+    found = []
+    for dtype in dtypes:
+        precision = {"DTYPE": dtype, "PREC": OPENVINO_PRECISION[dtype]}
+        # Its cache is in 8 bits unless told otherwise; beside float32 it must be float32.
+        openvino = precision | ({"KV": "f32"} if dtype == "float32" else {})
+        known = {
+            "gristmill": Peer("gristmill", None, dtype, ("bench.py",), {}),
+            "vllm": Peer("vllm", "vllm", dtype, ("peers/bench_vllm.py",), precision),
+            "openvino": Peer("openvino", "openvino", dtype, ("peers/bench_ov.py", "ov-fp16"), openvino),
+            # The first row alone, then the others: the user's knowledge of the shared prefix, not the engine's.
+            "openvino-primed": Peer(
+                "openvino-primed",
+                "openvino",
+                dtype,
+                ("peers/bench_ov.py", "ov-fp16"),
+                openvino | {"PRIME": "1", "TAG": "-primed"},
+                "A",
+            ),
+            "transformers": Peer(
+                "transformers",
+                "transformers",
+                dtype,
+                ("peers/bench_hf.py", "static"),
+                precision | {"BS": "32"},
+            ),
+        }
+        found += [known[name] for name in known if name in names]
+    return found
+
+
+PEER_NAMES = ("gristmill", "vllm", "openvino", "openvino-primed", "transformers")
+
+
+def prepare_peer(peer: Peer, work: Path) -> None:
+    """Make the peer's environment and what it loads."""
+    if peer.environment is not None:
+        make_environment(peer.environment)
+    if peer.environment == "openvino" and not (work / "ov-fp16" / "openvino_model.xml").exists():
+        python = make_environment("openvino-export")
+        env = dict(os.environ, PEERS=str(work), PATH=f"{python.parent}:{os.environ['PATH']}")
+        subprocess.run(["bash", str(HERE / "peers" / "export_ov.sh"), "fp16"], env=env, check=True)
+
+
+def preloads(environment: str | None) -> str:
+    """The libraries that vLLM wants loaded before it, where they exist; it warns of a loss of speed without."""
+    if environment != "vllm":
+        return ""
+    found = [FOLDER / "vllm" / "lib" / "libiomp5.so", *sorted(Path("/usr/lib").glob(f"*/{TCMALLOC}"))]
+    return ":".join(str(path) for path in found if path.exists())
+
+
+def run_peer(
+    peer: Peer,
+    workloads: str,
+    work: Path,
+    model: str,
+    *,
+    num_rows: int,
+    threads: int | None,
+    timeout_s: float,
+    **more: str,
+) -> tuple[list[Figures], float]:
+    """(one dictionary a workload, seconds of the whole process). num_rows 0: all. Raises PeerFailed."""
+    env = dict(os.environ, **peer.settings, **more, PEERS=str(work), ROWS=str(num_rows), HF_HUB_OFFLINE="1")
+    script = [str(HERE / peer.script[0])]
+    if threads:
+        env["THREADS"] = str(threads)
+    if libraries := preloads(peer.environment):
+        env["LD_PRELOAD"] = libraries
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        if peer.environment is None:
+            python = sys.executable
+            env["PYTHONPATH"] = str(HERE.parents[1])
+            arguments = ["--model", model, "--dtype", peer.dtype, "--workloads", workloads]
+            arguments += ["--rows", str(num_rows), "--peer-dtype", "none", "--output", os.devnull]
+            arguments += ["--threads", str(threads)] if threads else []
+        else:
+            python = str(environment_python(peer.environment))
+            folder = [str(work / peer.script[1])] if peer.environment == "openvino" else [*peer.script[1:]]
+            arguments = [*folder, workloads]
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(
+                [python, *script, *arguments],
+                env=env,
+                timeout=timeout_s,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        except subprocess.TimeoutExpired:
+            raise PeerFailed(f"took longer than {timeout_s:.0f} s") from None
+        secs = time.perf_counter() - start
+        if done.returncode != 0:
+            log.seek(0)
+            last = next((line for line in reversed(log.read().splitlines()) if line.strip()), "no message")
+            raise PeerFailed(f"ended with {done.returncode}: {last.strip()[:300]}")
+    figures = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if [line["wl"] for line in figures] != list(workloads):
+        raise PeerFailed(f"reported {len(figures)} workloads of {workloads}")
+    if any(line["out_tok"] != line.get("want_out", line["out_tok"]) for line in figures):
+        raise PeerFailed("a row has not exactly its max_tokens")
+    return figures, secs

@@ -1,0 +1,244 @@
+"""The rows of a benchmark: read from files, made up as a tree, and the words that describe them."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.prefix_theory import max_shared_tokens
+from worker.bench_shape import SHAPES, parse_shape
+from worker.bench_workload import (
+    BenchRow,
+    Lengths,
+    Level,
+    SyntheticSpec,
+    build_synthetic,
+    draw_lengths,
+    load_workload,
+    parse_lengths,
+    parse_levels,
+    shuffle_rows,
+)
+from worker.console import UsageRefused
+
+
+def build_spec(**fields: Any) -> SyntheticSpec:
+    values: dict[str, Any] = {
+        "num_rows": 24,
+        "levels": (Level(30, 1), Level(20, 3)),
+        "prompt_tokens": Lengths(5, 9),
+        "output_tokens": Lengths(4, 4),
+        "vocab_size": 50_000,
+        "seed": 7,
+    }
+    return SyntheticSpec(**(values | fields))
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_rows_share_the_prefixes_of_their_place_in_the_tree() -> None:
+    rows = build_synthetic(build_spec())
+    assert len({tuple(row.token_ids[:30]) for row in rows}) == 1
+    leaves = Counter(tuple(row.token_ids[:50]) for row in rows)
+    assert sorted(leaves.values()) == [8, 8, 8]
+    assert len({tuple(row.token_ids) for row in rows}) == 24
+    assert all(55 <= len(row.token_ids) <= 59 and row.max_tokens == 4 for row in rows)
+
+
+def test_the_tree_saves_what_its_levels_say() -> None:
+    rows = build_synthetic(build_spec(levels=(Level(30, 2), Level(20, 4)), num_rows=64))
+    saved = max_shared_tokens(row.token_ids for row in rows)
+    assert saved == 64 * 50 - (2 * 30 + 8 * 20)
+
+
+def test_a_seed_gives_the_same_rows_and_another_one_others() -> None:
+    assert build_synthetic(build_spec()) == build_synthetic(build_spec())
+    assert build_synthetic(build_spec()) != build_synthetic(build_spec(seed=8))
+
+
+def test_rows_without_levels_share_nothing() -> None:
+    rows = build_synthetic(build_spec(levels=()))
+    assert max_shared_tokens(row.token_ids for row in rows) == 0
+    assert all(5 <= len(row.token_ids) <= 9 for row in rows)
+
+
+def test_shuffled_rows_are_the_same_rows_in_another_order() -> None:
+    rows = build_synthetic(build_spec())
+    shuffled = shuffle_rows(rows, 3)
+    assert shuffled != rows and shuffle_rows(rows, 3) == shuffled
+    assert sorted(row.token_ids.tobytes() for row in rows) == sorted(
+        row.token_ids.tobytes() for row in shuffled
+    )
+
+
+@pytest.mark.parametrize("mean", [9.0, 60.0, 260.0, 500.0])
+def test_lengths_have_the_mean_that_was_asked_for(mean: float) -> None:
+    drawn = draw_lengths(Lengths(8, 512, mean), 1000, np.random.default_rng(1))
+    assert drawn.mean() == pytest.approx(mean, rel=0.02)
+    assert drawn.min() >= 8 and drawn.max() <= 512
+
+
+def test_skewed_lengths_have_many_short_and_a_few_long_ones() -> None:
+    drawn = draw_lengths(Lengths(8, 512, 60), 1000, np.random.default_rng(1))
+    assert np.median(drawn) < 50 and drawn.max() > 250
+
+
+@pytest.mark.parametrize(
+    "lengths", [Lengths(64, 64), Lengths(64, 64, 64), Lengths(8, 512, 8), Lengths(8, 512, 512)]
+)
+def test_lengths_at_the_ends_of_the_range_are_those_ends(lengths: Lengths) -> None:
+    drawn = draw_lengths(lengths, 50, np.random.default_rng(1))
+    assert set(drawn.tolist()) == {int(lengths.mean or lengths.low)}
+
+
+def test_even_lengths_use_the_whole_range() -> None:
+    drawn = draw_lengths(Lengths(1, 10), 1000, np.random.default_rng(1))
+    assert Counter(drawn.tolist()) == dict.fromkeys(range(1, 11), 100)
+
+
+def test_a_file_gives_the_rows_of_one_workload(tmp_path: Path) -> None:
+    path = write_rows(
+        tmp_path / "w.jsonl",
+        {"wl": "A", "i": 0, "ids": [1, 2], "max_tokens": 3},
+        "",
+        {"wl": "B", "ids": [9], "max_tokens": 1},
+        {"wl": "A", "ids": [4], "max_tokens": 5},
+    )
+    rows_a = [BenchRow(array("I", [1, 2]), 3), BenchRow(array("I", [4]), 5)]
+    assert load_workload(path, "A", None, None) == rows_a
+    assert load_workload(path, "A", 1, None) == rows_a[:1]
+    assert len(load_workload(path, None, None, None)) == 3
+
+
+def test_prompts_are_encoded_all_at_once_and_keep_their_places(tmp_path: Path) -> None:
+    path = write_rows(
+        tmp_path / "w.jsonl",
+        {"prompt": "ab", "max_tokens": 1},
+        {"ids": [7], "max_tokens": 2},
+        {"prompt": "c", "max_tokens": 3},
+    )
+    calls = []
+
+    def encode(texts: list[str]) -> list[array[int]]:
+        calls.append(texts)
+        return [array("I", list(text.encode())) for text in texts]
+
+    rows = load_workload(path, None, None, encode)
+    assert [row.token_ids.tolist() for row in rows] == [[97, 98], [7], [99]]
+    assert calls == [["ab", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[1]", "line 1: not an object"),
+        ({"max_tokens": 1}, "needs either `ids` or `prompt`"),
+        ({"ids": [1], "prompt": "a", "max_tokens": 1}, "needs either `ids` or `prompt`"),
+        ({"prompt": 5, "max_tokens": 1}, "`prompt` is not a text"),
+        ({"prompt": "a", "max_tokens": 1}, "need the tokenizer of a --model"),
+        ({"ids": [1]}, "`max_tokens` is None"),
+        ({"ids": [1], "max_tokens": 0}, "`max_tokens` is 0"),
+        ({"ids": [1], "max_tokens": True}, "`max_tokens` is True"),
+        ({"ids": [], "max_tokens": 1}, "the prompt has no tokens"),
+        ({"ids": [-1], "max_tokens": 1}, "not a list of token ids"),
+        ({"ids": [2**32], "max_tokens": 1}, "not a list of token ids"),
+        ({"ids": "12", "max_tokens": 1}, "not a list of token ids"),
+    ],
+)
+def test_a_row_that_can_not_run_is_refused_with_its_line(tmp_path: Path, row: Any, message: str) -> None:
+    path = write_rows(tmp_path / "w.jsonl", row)
+    with pytest.raises(UsageRefused) as refusal:
+        load_workload(path, None, None, None)
+    text = refusal.value.format_message()
+    assert message in text and text.startswith(str(path)) and "\n" not in text
+
+
+def test_a_workload_that_the_file_lacks_is_refused_with_those_it_has(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "w.jsonl", {"wl": "B", "ids": [1], "max_tokens": 1})
+    with pytest.raises(UsageRefused, match="no rows of workload 'A': it has B"):
+        load_workload(path, "A", None, None)
+    with pytest.raises(UsageRefused, match="no rows"):
+        load_workload(write_rows(tmp_path / "empty.jsonl"), None, None, None)
+
+
+def test_a_file_that_can_not_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageRefused, match="No such file"):
+        load_workload(tmp_path / "missing.jsonl", None, None, None)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageRefused, match="not UTF-8"):
+        load_workload(tmp_path / "binary", None, None, None)
+
+
+def test_levels_are_tokens_and_fan_out() -> None:
+    assert parse_levels("300:1, 200:8") == (Level(300, 1), Level(200, 8))
+    assert parse_levels("300") == (Level(300, 1),)
+
+
+@pytest.mark.parametrize("text", ["", "300:", "a:1", "300:1,", "0:1", "300:0", "-3:1", "1.5:2"])
+def test_levels_that_make_no_tree_are_refused(text: str) -> None:
+    with pytest.raises(UsageRefused, match="--levels"):
+        parse_levels(text)
+
+
+def test_lengths_are_a_number_a_range_or_a_range_with_a_mean() -> None:
+    assert parse_lengths("--x", "64") == Lengths(64, 64)
+    assert parse_lengths("--x", "8-512") == Lengths(8, 512)
+    assert parse_lengths("--x", "8-512:60.5") == Lengths(8, 512, 60.5)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "8-", "512-8", "0-4", "8-512:", "8-512:600", "8-512:nan", "8-512:4"]
+)
+def test_lengths_that_are_no_range_are_refused(text: str) -> None:
+    with pytest.raises(UsageRefused, match="--x"):
+        parse_lengths("--x", text)
+
+
+def test_a_shape_is_a_name_or_is_spelled_out() -> None:
+    spelled = parse_shape("hidden=576,layers=30,heads=9,kv_heads=3,intermediate=1536,vocab=49152")
+    assert spelled == parse_shape("smollm2-135m") == SHAPES["smollm2-135m"]
+    assert spelled.head_dim == 64 and spelled.tie_embeddings
+    other = parse_shape(
+        "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,head_dim=32,context=99,tied=0"
+    )
+    assert (other.head_dim, other.context_size, other.tie_embeddings) == (32, 99, False)
+
+
+def test_the_named_shapes_have_the_sizes_of_their_names() -> None:
+    for name, config in SHAPES.items():
+        layer = config.hidden_size * (
+            2 * config.num_heads * config.head_dim
+            + 2 * config.num_kv_heads * config.head_dim
+            + 3 * config.intermediate_size
+        )
+        embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+        number = name.rsplit("-", 1)[1]
+        named = float(number[:-1]) * {"m": 1e6, "b": 1e9}[number[-1]]
+        assert config.num_layers * layer + embeddings == pytest.approx(named, rel=0.25), name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpt-9", "one of smollm2-135m"),
+        ("hidden=64", "layers, heads, kv_heads, intermediate, vocab missing"),
+        ("hidden=64,depth=3", "'depth' is not one of"),
+        ("hidden=x", "hidden=x is not a whole number"),
+        ("hidden=64,layers=2,heads=4,kv_heads=3,intermediate=96,vocab=300", "4 heads over 3 kv_heads"),
+        ("hidden=65,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300", "give head_dim"),
+        ("hidden=32,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300", "not a multiple of 16"),
+    ],
+)
+def test_a_shape_that_can_not_be_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageRefused, match=message):
+        parse_shape(text)
