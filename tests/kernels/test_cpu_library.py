@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,36 @@ V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 TINY_SOURCE = 'extern "C" __attribute__((visibility("default"))) int gm_lanes() { return GRISTMILL_LANES; }\n'
 needs_avx2 = pytest.mark.skipif(detect_level() == "none", reason="this CPU has no AVX2")
+
+
+def missing_for_kernel_tests() -> list[str]:
+    """What this machine lacks, for which tests of the C++ kernels are skipped."""
+    return [
+        name
+        for name, is_missing in (("AVX2", detect_level() == "none"), ("g++", shutil.which("g++") is None))
+        if is_missing
+    ]
+
+
+def check_nothing_is_skipped_in_ci() -> None:
+    """A skip of a kernel test is a skip here and a failure in CI: the kernels would be tested nowhere."""
+    if missing := missing_for_kernel_tests():
+        message = f"tests of the C++ kernels need {' and '.join(missing)}"
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+
+
+def test_in_ci_no_test_of_the_kernels_is_skipped() -> None:
+    check_nothing_is_skipped_in_ci()
+
+
+def test_without_a_compiler_kernel_tests_skip_here_and_fail_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=r"need .*g\+\+"):
+        check_nothing_is_skipped_in_ci()
+    monkeypatch.setenv("CI", "1")
+    with pytest.raises(pytest.fail.Exception, match=r"need .*g\+\+"):
+        check_nothing_is_skipped_in_ci()
 
 
 @pytest.fixture
