@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,36 +18,27 @@ from engine.errors import ModelRefused
 from engine.rope import build_rope_tables
 from kernels import ops
 from kernels.cpu_library import NO_CPU_KERNELS, CpuKernels
+from kernels.layers_cpu import LayerWeights, build_layers
 from kernels.linear import GatedLinear, Linear, round_rows, warm_sizes
 from kernels.linear_cpu import activation_dtype
+from kernels.quantized import QuantizedTensor
 
 Packed = TypeVar("Packed", Linear, GatedLinear)
+Weight = Tensor | QuantizedTensor
 MAX_HEAD_ROWS = 256  # logits are made for so many tokens at a time: 256 x 49,152 float32 are 50 MB
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Weights of one decoder layer; head_norms where the architecture has them."""
-
-    input_norm: Tensor
-    qkv: Linear  # [(num_heads + 2 num_kv_heads) * head_dim, hidden_size]
-    head_norms: ops.HeadNorms | None
-    output: Linear
-    mlp_norm: Tensor
-    gated: GatedLinear  # silu(gate x) * up x: [intermediate_size]
-    down: Linear
-
-
 class Model:
-    """Weights on the device, ready to run. weights: pairs (Hugging Face name, tensor of `dtype`) in any order.
+    """Weights on the device, ready to run. weights: pairs (Hugging Face name, weight) in any order.
 
-    Where the CPU can't multiply bfloat16, weights and KV cache of that type are read as such and all else is float32.
+    A weight is a tensor of `dtype` or, of a linear layer or the embeddings, a QuantizedTensor. Where the CPU can't
+    multiply bfloat16, weights and KV cache of that type are read as such and all else is float32.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Weight]],
         dtype: torch.dtype,
         num_positions: int,
         kernels: CpuKernels = NO_CPU_KERNELS,
@@ -62,10 +52,15 @@ class Model:
         for name, tensor in weights:
             loader.take(name, tensor)
         self.layers = loader.layers()
-        self.embedding = loader.pop("model.embed_tokens.weight")
-        self.final_norm = loader.pop("model.norm.weight").to(self.dtype)
-        head = None if config.tie_embeddings else loader.pop("lm_head.weight")
-        self.head = Linear(self.embedding if head is None else head, None, kernels)
+        self._compiled = build_layers(
+            kernels, self.layers, config.rms_norm_eps, config.num_heads, config.head_dim, self.dtype
+        )
+        embedding = loader.pop("model.embed_tokens.weight")
+        self.final_norm = loader.pop_tensor("model.norm.weight").to(self.dtype)
+        head = embedding if config.tie_embeddings else loader.pop("lm_head.weight")
+        self.head = Linear(head, None, kernels)
+        # A tied head that is held in codes has the embeddings, too.
+        self.embedding = None if head is embedding and self.head.has_rows else embedding
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, cache: ops.KVCache, plan: Any
@@ -75,7 +70,10 @@ class Model:
         input_ids, positions: [padded_tokens] int64; slot_mapping: [num_tokens]; rows after num_tokens are padding.
         """
         c = self.config
-        x = self.embedding[input_ids].to(self.dtype)
+        x = self._embed(input_ids)
+        if self._compiled is not None and len(x) == len(slot_mapping):
+            self._compiled.run(x, cache.storage, self.rope, positions, slot_mapping, plan, self.scale)
+            return x
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(self._norm(x, layer.input_norm))
             cache.append(index, qkv, self.rope, positions, slot_mapping, c.num_heads, layer.head_norms)
@@ -92,6 +90,14 @@ class Model:
         if padding:
             normed = torch.nn.functional.pad(normed, (0, 0, 0, padding))
         return self.head(normed)[: len(hidden)]
+
+    @property
+    def linear_bits(self) -> float:
+        """Bits of a weight of the layers' linears, their scales and offsets included."""
+        layer = self.layers[0]
+        linears = (layer.qkv, layer.output, layer.gated, layer.down)
+        num_weights = sum(each.num_weights for each in linears)
+        return sum(each.bits_per_weight * each.num_weights for each in linears) / num_weights
 
     def padded_rows(self, num_rows: int) -> int:
         """The number of rows that linears are called with for `num_rows` tokens."""
@@ -111,6 +117,13 @@ class Model:
         for rows in warm_sizes(min(max_rows, MAX_HEAD_ROWS), self.head.any_rows):
             self.logits(torch.zeros(rows, self.config.hidden_size, dtype=self.dtype))
 
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        if self.embedding is None:
+            return self.head.take_rows(input_ids).to(self.dtype)
+        if isinstance(self.embedding, QuantizedTensor):
+            return self.embedding.take_rows(input_ids).dequantize().to(self.dtype)
+        return self.embedding[input_ids].to(self.dtype)
+
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.pointwise.rms_norm(x, weight, self.config.rms_norm_eps)
 
@@ -127,12 +140,12 @@ class _LayerLoader:
 
     def __init__(self, config: ModelConfig, kernels: CpuKernels, dtype: torch.dtype) -> None:
         self.config, self.kernels, self.dtype = config, kernels, dtype
-        self.parts: dict[str, Tensor] = {}
+        self.parts: dict[str, Weight] = {}
         self.linears: dict[str, Linear] = {}
         self.gated: dict[str, GatedLinear] = {}
 
-    def take(self, name: str, tensor: Tensor) -> None:
-        self.parts[name] = tensor
+    def take(self, name: str, weight: Weight) -> None:
+        self.parts[name] = weight
         prefix, _, rest = name.rpartition(".layers.")
         if not prefix:
             return
@@ -147,31 +160,37 @@ class _LayerLoader:
         elif rest.startswith("mlp."):
             self._pack_gated(base + "mlp.")
 
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[LayerWeights]:
         """The layers, in order. Raises ModelRefused naming what is missing."""
         return [self._layer(f"model.layers.{i}.") for i in range(self.config.num_layers)]
 
-    def pop(self, name: str) -> Tensor:
-        """One tensor that is not part of a linear layer."""
+    def pop(self, name: str) -> Weight:
+        """One weight that is not part of a layer's linears."""
         if name not in self.parts:
             raise ModelRefused(
                 f"the weights have no tensor {name!r}; the checkpoint is incomplete, get it again"
             )
         return self.parts.pop(name)
 
-    def _layer(self, base: str) -> Layer:
-        return Layer(
-            input_norm=self.pop(base + "input_layernorm.weight").to(self.dtype),
+    def pop_tensor(self, name: str) -> Tensor:
+        """The same, of a weight that is never quantized."""
+        weight = self.pop(name)
+        assert isinstance(weight, Tensor), f"{name} is in codes"
+        return weight
+
+    def _layer(self, base: str) -> LayerWeights:
+        return LayerWeights(
+            input_norm=self.pop_tensor(base + "input_layernorm.weight").to(self.dtype),
             qkv=self._take(self.linears, base + "qkv"),
             head_norms=self._head_norms(base) if self.config.qk_norm else None,
             output=self._take(self.linears, base + "self_attn.o_proj"),
-            mlp_norm=self.pop(base + "post_attention_layernorm.weight").to(self.dtype),
+            mlp_norm=self.pop_tensor(base + "post_attention_layernorm.weight").to(self.dtype),
             gated=self._take(self.gated, base + "mlp."),
             down=self._take(self.linears, base + "mlp.down_proj"),
         )
 
     def _head_norms(self, base: str) -> ops.HeadNorms:
-        q, k = (self.pop(f"{base}self_attn.{name}_norm.weight").to(self.dtype) for name in "qk")
+        q, k = (self.pop_tensor(f"{base}self_attn.{name}_norm.weight").to(self.dtype) for name in "qk")
         return ops.HeadNorms(q, k, self.config.rms_norm_eps)
 
     def _take(self, packed: dict[str, Packed], name: str) -> Packed:
@@ -186,26 +205,27 @@ class _LayerLoader:
         tensors = self._pop_all([f"{s}.{kind}" for s in sources for kind in _kinds(has_bias)])
         if tensors is None:
             return
-        weight = torch.cat([tensors[f"{s}.weight"] for s in sources])
-        bias = torch.cat([tensors[f"{s}.bias"] for s in sources]) if has_bias else None
-        self.linears[name] = Linear(weight, bias, self.kernels)
+        bias = torch.cat([_plain(tensors[f"{s}.bias"]) for s in sources]) if has_bias else None
+        self.linears[name] = Linear([tensors[f"{s}.weight"] for s in sources], bias, self.kernels)
 
     def _pack_gated(self, base: str) -> None:
         """Packs gate and up together, once both are there."""
         kinds = _kinds(self.config.mlp_bias)
         tensors = self._pop_all([f"{base}{name}_proj.{kind}" for name in ("gate", "up") for kind in kinds])
         if tensors is not None:
-            parts = [
-                tensors.get(f"{base}{name}_proj.{k}") for k in ("weight", "bias") for name in ("gate", "up")
-            ]
-            gate, up, gate_bias, up_bias = parts
-            assert gate is not None and up is not None
+            gate, up = (tensors[f"{base}{name}_proj.weight"] for name in ("gate", "up"))
+            gate_bias, up_bias = (_plain(tensors.get(f"{base}{name}_proj.bias")) for name in ("gate", "up"))
             self.gated[base] = GatedLinear(gate, up, gate_bias, up_bias, self.kernels)
 
-    def _pop_all(self, names: list[str]) -> dict[str, Tensor] | None:
+    def _pop_all(self, names: list[str]) -> dict[str, Weight] | None:
         if not all(name in self.parts for name in names):
             return None
         return {name: self.parts.pop(name) for name in names}
+
+
+def _plain(bias: Weight | None) -> Any:
+    assert not isinstance(bias, QuantizedTensor), "a bias is in codes"
+    return bias
 
 
 def _kinds(has_bias: bool) -> tuple[str, ...]:

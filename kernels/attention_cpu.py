@@ -1,13 +1,11 @@
-"""Paged attention on the CPU with torch's own flash kernel, where the C++ kernels can't be: few large calls.
+"""Paged attention on the CPU with torch's own flash kernel, where the C++ kernels can't be.
 
-A step is cut once (`plan`) into: one call per shared-prefix group (read once for all rows of the group: cascade), one
-per bucket of decode rows of like length, one per bucket of prefill rows of like length, merged by log-sum-exp. Keys lie
-head-major, [kv_heads, num_blocks, block_size, head_dim]: a row's gathered blocks are one contiguous stream per head.
+A step is cut once (attention_plan.py) into few large calls, merged by log-sum-exp. Keys lie head-major, [kv_heads,
+num_blocks, block_size, head_dim]: a row's gathered blocks are one contiguous stream per head.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,63 +14,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.attention_plan import AttentionPlan, DecodeCall, PrefillCall, PrefixCall, plan_calls
 from kernels.zeros import zeros_on_use
 
 if TYPE_CHECKING:
-    from kernels.ops import AttentionBatch, HeadNorms, RopeTables
+    from kernels.ops import AttentionBatch, HeadNorms, KVScales, RopeTables
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-MAX_BUCKET_ROWS = 64  # decode rows in a call: more would pad short rows up to long ones
-MAX_MASK_ELEMENTS = 1 << 22  # of a prefill bucket's mask
-Storage = list[tuple[Tensor, Tensor]]
+_FP8 = torch.float8_e4m3fn
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """Query rows `rows` (a slice of the step) against the whole of some blocks."""
+class Storage(list[tuple[Tensor, Tensor]]):
+    """Keys and values of each layer; scales where they are FP8 codes."""
 
-    rows: slice
-    blocks: Tensor  # [num_blocks] int64
-
-
-@dataclass(frozen=True, slots=True)
-class _Decode:
-    """Rows of one query each. rows: [n]; blocks: [n * max_blocks]; mask: [n, 1, 1, max_blocks * block_size]."""
-
-    rows: Tensor
-    blocks: Tensor
-    mask: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """Rows of several queries, padded to one length. gather: [n * max_queries]; scatter: [num_tokens], the step's rows;
-    valid: [num_tokens], their places in the padded layout; mask None: causal and without earlier tokens."""
-
-    num_sequences: int
-    gather: Tensor
-    valid: Tensor
-    scatter: Tensor
-    blocks: Tensor
-    mask: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """The calls of one step, the same in every layer."""
-
-    num_tokens: int
-    prefixes: tuple[_Prefix, ...]
-    decodes: tuple[_Decode, ...]
-    prefills: tuple[_Prefill, ...]
+    scales: KVScales | None = None
 
 
 def allocate_kv(
-    num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    scales: KVScales | None = None,
 ) -> Storage:
     """Storage for keys and values. Zeroed: a block that is only padding is read, and must hold finite numbers."""
     shape = (num_kv_heads, num_blocks, block_size, head_dim)
-    return [(zeros_on_use(shape, dtype), zeros_on_use(shape, dtype)) for _ in range(num_layers)]
+    storage = Storage((zeros_on_use(shape, dtype), zeros_on_use(shape, dtype)) for _ in range(num_layers))
+    storage.scales = scales
+    return storage
 
 
 def append(
@@ -94,8 +65,20 @@ def append(
     for part, weight in ((q, norms and norms.q), (k, norms and norms.k)):
         normed = part if norms is None else functional.rms_norm(part, (head_dim,), weight, norms.eps)
         part.copy_(rotate(normed, cos, sin))
-    for cache, new in ((keys, k), (values, v)):
-        cache.view(len(cache), -1, head_dim).index_copy_(1, slot_mapping, new.transpose(0, 1).to(cache.dtype))
+    for side, (cache, new) in enumerate(((keys, k), (values, v))):
+        rounded = new.transpose(0, 1)  # [KVH, T, D]
+        if storage.scales is None:
+            rounded = rounded.to(cache.dtype)
+        else:
+            rounded = to_fp8(rounded, storage.scales[side][layer][:, None, None]).view(torch.uint8)
+        flat = cache.view(rounded.dtype).view(len(cache), -1, head_dim)
+        flat.index_copy_(1, slot_mapping, rounded)
+
+
+def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """The codes nearest to x / scale, at most 448 in size; a NaN stays one."""
+    largest = torch.finfo(_FP8).max
+    return (x.float() / scale).clamp(-largest, largest).to(_FP8)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -113,36 +96,15 @@ def copy_blocks(storage: Storage, pairs: NDArray[np.int32]) -> None:
                 cache[:, target] = cache[:, source]
 
 
-def plan(batch: AttentionBatch, block_size: int) -> AttentionPlan:
-    """Cuts the step into calls. Sequences of prefix groups attend to their own part from the last prefix's end on.
+def largest(storage: Storage) -> Tensor:
+    """See KVCache.largest."""
+    sides = zip(*storage, strict=True)
+    return torch.stack([torch.stack([t.float().abs().amax((1, 2, 3)) for t in side]) for side in sides])
 
-    With a sliding window there are no groups: what a row sees of a prefix is its own.
-    """
-    starts, lens = batch.query_start_loc, batch.seq_lens
-    num_queries = np.diff(starts)
-    first_blocks = np.zeros(len(lens), dtype=np.int64)
-    prefixes = []
-    for g in batch.groups if batch.sliding_window is None else ():
-        end = g.first_sequence + g.num_sequences
-        end_block = g.first_block + g.num_blocks
-        first_blocks[g.first_sequence : end] = np.maximum(first_blocks[g.first_sequence : end], end_block)
-        blocks = batch.block_tables[g.first_sequence, g.first_block : end_block].astype(np.int64)
-        rows = slice(int(starts[g.first_sequence]), int(starts[end]))
-        prefixes.append(_Prefix(rows, torch.from_numpy(blocks)))
-    own_lens = lens - first_blocks * block_size
-    decode = np.flatnonzero(num_queries == 1)
-    decode = decode[np.argsort(-own_lens[decode], kind="stable")]
-    prefill = np.flatnonzero(num_queries > 1)
-    prefill = prefill[np.lexsort((-own_lens[prefill], -num_queries[prefill]))]
-    return AttentionPlan(
-        int(starts[-1]),
-        tuple(prefixes),
-        tuple(_plan_decode(b, batch, first_blocks, own_lens, block_size) for b in _decode_buckets(decode)),
-        tuple(
-            _plan_prefill(b, batch, first_blocks, own_lens, block_size)
-            for b in _prefill_buckets(prefill, num_queries, own_lens)
-        ),
-    )
+
+def plan(batch: AttentionBatch, block_size: int) -> AttentionPlan:
+    """See KVCache.plan."""
+    return plan_calls(batch, block_size)
 
 
 def attend(
@@ -150,7 +112,11 @@ def attend(
 ) -> Tensor:
     """See KVCache.attend."""
     keys, values = storage[layer]
-    q: Tensor = qkv[:, : num_heads * keys.shape[-1]].unflatten(1, (num_heads, -1)).to(keys.dtype)  # [T, H, D]
+    q: Tensor = qkv[:, : num_heads * keys.shape[-1]].unflatten(1, (num_heads, -1))  # [T, H, D]
+    if storage.scales is None:
+        q = q.to(keys.dtype)
+    else:
+        q = q.float() * _spread(storage.scales.keys[layer], num_heads)
     out = q.new_empty(q.shape)
     out[plan.num_tokens :] = 0
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if plan.prefixes else None
@@ -161,11 +127,13 @@ def attend(
     for prefix in plan.prefixes:
         assert lse is not None
         _merge_prefix(keys, values, q, prefix, scale, out, lse)
+    if storage.scales is not None:
+        out *= _spread(storage.scales.values[layer], num_heads)
     return out.view(len(qkv), q.shape[1] * q.shape[2]).to(qkv.dtype)
 
 
 def _run_decode(
-    keys: Tensor, values: Tensor, q: Tensor, d: _Decode, scale: float, out: Tensor, lse: Tensor | None
+    keys: Tensor, values: Tensor, q: Tensor, d: DecodeCall, scale: float, out: Tensor, lse: Tensor | None
 ) -> None:
     num_rows, kv_heads = len(d.rows), keys.shape[0]
     k, v = _gather(keys, d.blocks, num_rows), _gather(values, d.blocks, num_rows)
@@ -177,7 +145,7 @@ def _run_decode(
 
 
 def _run_prefill(
-    keys: Tensor, values: Tensor, q: Tensor, p: _Prefill, scale: float, out: Tensor, lse: Tensor | None
+    keys: Tensor, values: Tensor, q: Tensor, p: PrefillCall, scale: float, out: Tensor, lse: Tensor | None
 ) -> None:
     n = p.num_sequences
     k, v = _gather(keys, p.blocks, n), _gather(values, p.blocks, n)
@@ -195,7 +163,7 @@ def _run_prefill(
 
 
 def _merge_prefix(
-    keys: Tensor, values: Tensor, q: Tensor, p: _Prefix, scale: float, out: Tensor, lse: Tensor
+    keys: Tensor, values: Tensor, q: Tensor, p: PrefixCall, scale: float, out: Tensor, lse: Tensor
 ) -> None:
     """Adds the prefix's share: softmax over both parts is their mean weighted by exp(lse). Updates lse."""
     rows = q[p.rows].transpose(0, 1).unsqueeze(0)  # [1, H, T, D]
@@ -207,94 +175,15 @@ def _merge_prefix(
 
 
 def _gather(cache: Tensor, blocks: Tensor, num_rows: int) -> Tensor:
-    """[num_rows, kv_heads, tokens, head_dim] of the rows' blocks, row after row in `blocks`."""
+    """[num_rows, kv_heads, tokens, head_dim] of the rows' blocks, row after row in `blocks`; codes as float32."""
     kv_heads, _, _, head_dim = cache.shape
-    return cache.index_select(1, blocks).view(kv_heads, num_rows, -1, head_dim).transpose(0, 1)
-
-
-def _decode_buckets(sequences: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    return [sequences[i : i + MAX_BUCKET_ROWS] for i in range(0, len(sequences), MAX_BUCKET_ROWS)]
-
-
-def _prefill_buckets(
-    sequences: NDArray[np.int64], num_queries: NDArray[np.int64], own_lens: NDArray[np.int64]
-) -> list[NDArray[np.int64]]:
-    """Neighbours in descending number of queries, until padding would pass a third or the mask its limit."""
-    buckets, start = [], 0
-    while start < len(sequences):
-        longest = int(num_queries[sequences[start]])
-        alike = num_queries[sequences[start:]] >= longest * 2 // 3
-        count = int(np.argmin(alike)) if not alike.all() else len(alike)
-        widest = np.maximum.accumulate(own_lens[sequences[start : start + count]])
-        fits = np.arange(1, count + 1) * longest * widest <= MAX_MASK_ELEMENTS
-        count = max(1, int(fits.sum()))
-        buckets.append(sequences[start : start + count])
-        start += count
-    return buckets
-
-
-def _own_blocks(
-    sequences: NDArray[np.int64], batch: AttentionBatch, first_blocks: NDArray[np.int64], num_blocks: int
-) -> Tensor:
-    """Block ids of each row's own part, padded to num_blocks with its last columns or block 0."""
-    columns = first_blocks[sequences, None] + np.arange(num_blocks)
-    columns = np.minimum(columns, batch.block_tables.shape[1] - 1)
-    return torch.from_numpy(batch.block_tables[sequences[:, None], columns].astype(np.int64).ravel())
-
-
-def _plan_decode(
-    sequences: NDArray[np.int64],
-    batch: AttentionBatch,
-    first_blocks: NDArray[np.int64],
-    own_lens: NDArray[np.int64],
-    block_size: int,
-) -> _Decode:
-    num_blocks = int(-(-own_lens[sequences].max() // block_size))
-    key = np.arange(num_blocks * block_size)
-    hidden = key >= own_lens[sequences, None]
-    if batch.sliding_window is not None:
-        hidden |= key <= own_lens[sequences, None] - 1 - batch.sliding_window
-    return _Decode(
-        torch.from_numpy(batch.query_start_loc[sequences]),
-        _own_blocks(sequences, batch, first_blocks, num_blocks),
-        _mask(hidden[:, None, None, :]),
-    )
-
-
-def _plan_prefill(
-    sequences: NDArray[np.int64],
-    batch: AttentionBatch,
-    first_blocks: NDArray[np.int64],
-    own_lens: NDArray[np.int64],
-    block_size: int,
-) -> _Prefill:
-    starts = batch.query_start_loc[sequences]
-    counts = batch.query_start_loc[sequences + 1] - starts
-    own = own_lens[sequences]
-    longest = int(counts.max())
-    query = np.arange(longest)
-    present = query < counts[:, None]  # [n, Lq]
-    num_blocks = int(-(-own.max() // block_size))
-    mask = None
-    if (own != counts).any() or batch.sliding_window is not None:
-        key = np.arange(num_blocks * block_size)
-        position = (own - counts)[:, None] + np.minimum(query, counts[:, None] - 1)  # [n, Lq]
-        hidden = key > position[:, :, None]
-        if batch.sliding_window is not None:
-            hidden |= key <= position[:, :, None] - batch.sliding_window
-        mask = _mask(hidden[:, None])
+    if cache.dtype == _FP8:
+        gathered = cache.view(torch.uint8).index_select(1, blocks).view(_FP8).float()
     else:
-        num_blocks = max(num_blocks, -(-longest // block_size))
-    rows = starts[:, None] + np.where(present, query, 0)
-    return _Prefill(
-        len(sequences),
-        torch.from_numpy(rows.ravel()),
-        torch.from_numpy(np.flatnonzero(present)),
-        torch.from_numpy(rows[present]),
-        _own_blocks(sequences, batch, first_blocks, num_blocks),
-        mask,
-    )
+        gathered = cache.index_select(1, blocks)
+    return gathered.view(kv_heads, num_rows, -1, head_dim).transpose(0, 1)
 
 
-def _mask(hidden: NDArray[np.bool_]) -> Tensor:
-    return torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+def _spread(scales: Tensor, num_heads: int) -> Tensor:
+    """[num_heads, 1] of the KV heads' scales."""
+    return scales.repeat_interleave(num_heads // len(scales))[:, None]

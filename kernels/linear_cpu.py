@@ -47,6 +47,8 @@ class PanelLinear:
     weight, up_weight: [out_features, in_features] float32 or bfloat16; bias, up_bias: [out_features].
     """
 
+    any_rows = True
+
     def __init__(
         self,
         library: ctypes.CDLL,
@@ -65,6 +67,11 @@ class PanelLinear:
         self.bias = None if bias is None else bias.float().contiguous()
         self.up_bias = None if up_bias is None else up_bias.float().contiguous()
         self._gemm = _bind_gemm(library)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the panels."""
+        return self.panels.nbytes
 
     def run(self, x: Tensor, finish: str, other: Tensor | None = None) -> Tensor:
         """f(x W^T + b) for f of FINISHES. x: [num_tokens, in_features]; other: [num_tokens, out_features].

@@ -7,6 +7,7 @@ to the backend, so C++ and Triton kernels can bring a layout of their own. `refe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,13 @@ class HeadNorms(NamedTuple):
     q: Tensor
     k: Tensor
     eps: float
+
+
+class KVScales(NamedTuple):
+    """What an FP8 code is multiplied by. keys, values: [num_layers, num_kv_heads] float32, finite and above 0."""
+
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,8 @@ class AttentionBatch:
 class KVCache:
     """Keys and values of all layers in blocks. Opaque: only the backend that made the storage reads it.
 
+    dtype: float32, bfloat16 or float8_e4m3fn. FP8 is storage only: x is kept as the code nearest to x / scale, at most
+    448 in size, and read as code * scale in float32; a NaN stays one. scales: given for FP8 and for nothing else.
     kernels: the C++ kernels of this CPU; at level `none` the storage and the work are torch's.
     """
 
@@ -80,12 +90,29 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         kernels: CpuKernels = NO_CPU_KERNELS,
+        scales: KVScales | None = None,
     ) -> None:
+        assert (scales is not None) == (dtype == torch.float8_e4m3fn)
         self.num_blocks, self.block_size = num_blocks, block_size
+        self._like = partial(
+            KVCache,
+            num_layers=num_layers,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            scales=scales,
+        )
         self._backend = _backend(device, kernels, head_dim)
         self.storage = self._backend.allocate_kv(
-            num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype
+            num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype, scales
         )
+
+    def like(self, num_blocks: int) -> KVCache:
+        """An empty cache of the same model, type and scales with another number of blocks."""
+        return self._like(num_blocks=num_blocks)
 
     def append(
         self,
@@ -115,6 +142,11 @@ class KVCache:
         """
         out: Tensor = self._backend.attend(self.storage, layer, qkv, plan, scale, num_heads)
         return out
+
+    def largest(self) -> Tensor:
+        """The largest size of a key and of a value in it: [2, num_layers, num_kv_heads] float32; of FP8, of a code."""
+        found: Tensor = self._backend.largest(self.storage)
+        return found
 
     def copy_blocks(self, pairs: NDArray[np.int32]) -> None:
         """Copies whole blocks in all layers, pair after pair. pairs: [n, 2] int32, (from, to)."""

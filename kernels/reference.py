@@ -18,6 +18,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
+def round_kv(x: Tensor, scale: Tensor) -> Tensor:
+    """What an FP8 cache makes of keys or values. x: [num_tokens, num_kv_heads, head_dim]; scale: [num_kv_heads]."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    codes = (x.float() / scale[:, None]).clamp(-largest, largest).to(torch.float8_e4m3fn)
+    return codes.float() * scale[:, None]
+
+
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None = None
 ) -> Tensor:

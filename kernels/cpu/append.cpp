@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "attention_e4m3.h"
 #include "simd.h"
 
 namespace gm {
@@ -32,21 +33,24 @@ void rotate_head(X* x, const float* cos, const float* sin, int64_t dim) {
 }
 
 template <class X, class T>
-void store_key(const X* x, T* block, int64_t offset, int64_t dim) {
-    if constexpr (std::is_same<T, float>::value)
-        for (int64_t d = 0; d < dim; d++) block[d * BLOCK + offset] = to_float(x[d]);
-    else
-        for (int64_t d = 0; d < dim; d++)
-            block[(d / 2 * BLOCK + offset) * 2 + d % 2] = from_float<T>(to_float(x[d]));
+void round_head(const X* x, T* rounded, int64_t dim) {
+    for (int64_t d = 0; d < dim; d++) rounded[d] = from_float<T>(to_float(x[d]));
 }
 
-template <class X, class T>
-void store_value(const X* x, T* block, int64_t offset, int64_t dim) {
-    if constexpr (std::is_same<T, float>::value)
-        for (int64_t d = 0; d < dim; d++) block[offset * dim + d] = to_float(x[d]);
+template <class T>
+void store_key(const T* x, T* block, int64_t offset, int64_t dim) {
+    if constexpr (std::is_same<T, bf16>::value)
+        for (int64_t d = 0; d < dim; d++) block[(d / 2 * BLOCK + offset) * 2 + d % 2] = x[d];
     else
-        for (int64_t d = 0; d < dim; d++)
-            block[(offset / 2 * dim + d) * 2 + offset % 2] = from_float<T>(to_float(x[d]));
+        for (int64_t d = 0; d < dim; d++) block[d * BLOCK + offset] = x[d];
+}
+
+template <class T>
+void store_value(const T* x, T* block, int64_t offset, int64_t dim) {
+    if constexpr (std::is_same<T, bf16>::value)
+        for (int64_t d = 0; d < dim; d++) block[(offset / 2 * dim + d) * 2 + offset % 2] = x[d];
+    else
+        std::memcpy(block + offset * dim, x, dim * sizeof(T));
 }
 
 template <class X, class T>
@@ -62,8 +66,17 @@ void append_token(const AppendArgs& a, int64_t token) {
     const int64_t block = a.slots[token] / BLOCK, offset = a.slots[token] % BLOCK;
     for (int64_t h = 0; h < a.num_kv_heads; h++) {
         const int64_t start = block * a.block_stride + h * BLOCK * dim;
-        store_key(row + (a.num_heads + h) * dim, (T*)a.keys + start, offset, dim);
-        store_value(row + (num_turned + h) * dim, (T*)a.values + start, offset, dim);
+        const X *key = row + (a.num_heads + h) * dim, *value = row + (num_turned + h) * dim;
+        T key_rounded[MAX_DIM], value_rounded[MAX_DIM];
+        if constexpr (std::is_same<T, e4m3>::value) {
+            round_head(key, key_rounded, dim, a.key_scales[h]);
+            round_head(value, value_rounded, dim, a.value_scales[h]);
+        } else {
+            round_head(key, key_rounded, dim);
+            round_head(value, value_rounded, dim);
+        }
+        store_key(key_rounded, (T*)a.keys + start, offset, dim);
+        store_value(value_rounded, (T*)a.values + start, offset, dim);
     }
 }
 
@@ -85,15 +98,18 @@ void append(const AppendArgs& a) {
     }
 }
 
+template <class X>
+void append(const AppendArgs& a) {
+    if (a.kv_type == KV_FLOAT32) return append<X, float>(a);
+    if (a.kv_type == KV_BFLOAT16) return append<X, bf16>(a);
+    append<X, e4m3>(a);
+}
+
 }  // namespace
 }  // namespace gm
 
 GM_API void gristmill_append(const gm::AppendArgs* args) {
-    using gm::append, gm::bf16;
-    if (args->qkv_is_bf16)
-        args->kv_is_bf16 ? append<bf16, bf16>(*args) : append<bf16, float>(*args);
-    else
-        args->kv_is_bf16 ? append<float, bf16>(*args) : append<float, float>(*args);
+    args->qkv_is_bf16 ? gm::append<gm::bf16>(*args) : gm::append<float>(*args);
 }
 
 // Copies block pairs[i][0] onto pairs[i][1], one after the other; block_bytes: of a block's keys, or values, in all layers.

@@ -25,7 +25,7 @@ constexpr int MIN_SPLIT_KEYS = 256;  // fewer are not worth a second pass
 constexpr float LOG2_E = 1.44269504f;
 static_assert(BLOCK * MAX_DIM >= CHUNK * 16, "both uses of widened_ fit");
 
-// A: type that products read, T: type of keys and values.
+// A: type that products read, T: type of keys and values, bf16 or narrower where it isn't A.
 template <class A, class T>
 class TileWorker {
   public:
@@ -33,8 +33,7 @@ class TileWorker {
         : a_(args), dim_(args.head_dim), group_((int)(args.num_heads / args.num_kv_heads)), s_(max_vectors, dim_) {}
 
     void run(const Item& item, Partials& partials) {
-        first_row_ = a_.tile_starts[item.tile];
-        num_vectors_ = (a_.tile_starts[item.tile + 1] - first_row_) * group_;
+        start(item);
         load_queries(item.head);
         const int64_t end = a_.segment_starts[item.tile + 1];
         for (int64_t i = a_.segment_starts[item.tile]; i < end; i++)
@@ -47,8 +46,7 @@ class TileWorker {
 
     // Adds up the splits of a tile and head.
     void merge(const Item& item, Partials& partials) {
-        first_row_ = a_.tile_starts[item.tile];
-        num_vectors_ = (a_.tile_starts[item.tile + 1] - first_row_) * group_;
+        start(item);
         for (int m = 0; m < num_vectors_; m++) s_.states[m].sum = partials.merge(item, m, s_.outputs + m * dim_);
         store_outputs(item.head);
     }
@@ -59,8 +57,19 @@ class TileWorker {
     const int group_;
     Scratch<A> s_;
     int first_row_ = 0, num_vectors_ = 0;
+    float score_factor_ = 0, value_factor_ = 0;  // of the item's KV head
     const T* blocks_[2][CHUNK / BLOCK] = {};              // of the chunk: keys, values
     alignas(CACHE_LINE) float widened_[BLOCK * MAX_DIM];  // a block of keys, or 16 columns of a chunk's values
+
+    void start(const Item& item) {
+        first_row_ = a_.tile_starts[item.tile];
+        num_vectors_ = (a_.tile_starts[item.tile + 1] - first_row_) * group_;
+        score_factor_ = a_.scale * LOG2_E, value_factor_ = 1;
+        if (std::is_same<T, e4m3>::value) {
+            score_factor_ *= a_.key_scales[item.head] * E4M3_UNIT;
+            value_factor_ = a_.value_scales[item.head] * E4M3_UNIT;
+        }
+    }
 
     void load_queries(int64_t head) {
         for (int m = 0; m < num_vectors_; m++) {
@@ -122,7 +131,7 @@ class TileWorker {
                 });
             };
             if constexpr (CAN_WIDEN)
-                if (count > 2 * MAX_STRIP) {
+                if (count > MAX_NARROW) {
                     widen_panel(blocks_[0][b], BLOCK, dim_ / 2, widened_);
                     score((const float*)widened_);
                     continue;
@@ -132,7 +141,6 @@ class TileWorker {
     }
 
     void weigh(int begin_row, int end_row, int64_t key, int num_keys, int num_columns) {
-        const float factor = a_.scale * LOG2_E;
         for (int row = begin_row; row < end_row; row++) {
             const int64_t position = a_.positions[row];
             const int end = (int)std::clamp<int64_t>(position + 1 - key, 0, num_keys);
@@ -140,7 +148,7 @@ class TileWorker {
             for (int g = 0; g < group_; g++) {
                 const int m = (row - first_row_) * group_ + g;
                 const float correction = weigh_scores(
-                    s_.scores + m * CHUNK, s_.weights + m * CHUNK, num_columns, begin, end, factor, s_.states[m]);
+                    s_.scores + m * CHUNK, s_.weights + m * CHUNK, num_columns, begin, end, score_factor_, s_.states[m]);
                 float* output = s_.outputs + m * dim_;
                 if (correction != 1)
                     for (int64_t d = 0; d < dim_; d += W) store(output + d, load(output + d) * correction);
@@ -167,7 +175,7 @@ class TileWorker {
             const T* panels[CHUNK / BLOCK];
             for (int b = 0; b < num_blocks; b++) panels[b] = blocks_[1][b] + d * ROWS_A_PAIR;
             if constexpr (CAN_WIDEN)
-                if (count > 2 * MAX_STRIP) {
+                if (count > MAX_NARROW) {
                     const float* wide[CHUNK / BLOCK];
                     for (int b = 0; b < num_blocks; b++) {
                         widen_panel(panels[b], dim_, BLOCK / 2, widened_ + b * BLOCK * 16);
@@ -180,8 +188,9 @@ class TileWorker {
         }
     }
 
-    // With more than two strips bfloat16 is better turned into float32 once than in every strip.
-    static constexpr bool CAN_WIDEN = std::is_same<T, bf16>::value && std::is_same<A, float>::value;
+    // With more vectors than these, keys and values are better turned into float32 once than in every strip.
+    static constexpr int MAX_NARROW = (std::is_same<T, e4m3>::value ? 1 : 2) * MAX_STRIP;
+    static constexpr bool CAN_WIDEN = !std::is_same<T, A>::value;
     static constexpr int ROWS_A_PAIR = std::is_same<T, bf16>::value ? 2 : 1;  // in neighbouring elements
 
     void store_outputs(int64_t head) {
@@ -192,9 +201,9 @@ class TileWorker {
     void store_output(int64_t row, int64_t head, const float* output, float sum) {
         const int64_t to = (row * a_.num_heads + head) * dim_;
         if (a_.qkv_is_bf16)
-            copy(output, (bf16*)a_.out + to, 1 / sum);
+            copy(output, (bf16*)a_.out + to, value_factor_ / sum);
         else
-            copy(output, (float*)a_.out + to, 1 / sum);
+            copy(output, (float*)a_.out + to, value_factor_ / sum);
     }
 
     template <class From, class To>
@@ -248,7 +257,8 @@ void attend(const AttendArgs& a) {
 GM_API void gristmill_attend(const gm::AttendArgs* args) {
     using gm::attend, gm::bf16;
     if (args->num_tiles == 0) return;
-    if (!args->kv_is_bf16) return attend<float, float>(*args);
+    if (args->kv_type == gm::KV_FLOAT32) return attend<float, float>(*args);
+    if (args->kv_type == gm::KV_E4M3) return attend<float, gm::e4m3>(*args);
 #ifdef GRISTMILL_BF16
     if (args->qkv_is_bf16) return attend<bf16, bf16>(*args);
 #endif

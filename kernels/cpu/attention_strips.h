@@ -4,12 +4,12 @@
 #pragma once
 
 #include "attention.h"
+#include "attention_e4m3.h"
 #include "simd.h"
 
 namespace gm {
 
 constexpr int CHUNK = 128;                  // keys at a time: their values and a strip's weights fit the L1 cache
-constexpr int MAX_DIM = 256;                // of a head
 constexpr int QUERY_STRIDE = MAX_DIM + 16;  // a constant lets the products address a strip by one register
 constexpr int VECTORS = 16 / W;                // of a panel's row
 constexpr int MAX_STRIP = W == 16 ? 12 : 6;    // sums, a panel's row and a broadcast fit the registers
@@ -39,12 +39,16 @@ struct Sums {
     }
 };
 
-// Two rows of a float32 panel; `width` elements lie between a row and the next.
-template <int ROWS>
-GM_INLINE void add_pair(Sums<ROWS>& sums, const float* left, int64_t stride, const float* panel, int64_t width) {
+GM_INLINE void load_row(const float* p, vf* row) {
+    for (int v = 0; v < VECTORS; v++) row[v] = load(p + v * W);
+}
+
+// Two rows of a float32 or e4m3 panel; `width` elements lie between a row and the next.
+template <int ROWS, class T>
+GM_INLINE void add_pair(Sums<ROWS>& sums, const float* left, int64_t stride, const T* panel, int64_t width) {
     vf row[VECTORS];
     for (int half = 0; half < 2; half++) {
-        for (int v = 0; v < VECTORS; v++) row[v] = load(panel + half * width + v * W);
+        load_row(panel + half * width, row);
         sums.add(left + half, stride, row);
     }
 }
@@ -130,6 +134,15 @@ inline void widen_panel(const bf16* panel, int64_t width, int64_t num_pairs, flo
             store(to + 32 * p + v * W, (vf)(pair << 16));
             store(to + 32 * p + 16 + v * W, (vf)(pair & 0xffff0000u));
         }
+}
+
+// Turns 16 columns of e4m3 rows into float32 rows of 16.
+inline void widen_panel(const e4m3* panel, int64_t width, int64_t num_pairs, float* to) {
+    for (int64_t i = 0; i < 2 * num_pairs; i++) {
+        vf row[VECTORS];
+        load_row(panel + i * width, row);
+        for (int v = 0; v < VECTORS; v++) store(to + 16 * i + v * W, row[v]);
+    }
 }
 
 // Calls body(first, std::integral_constant<int, size>) for strips that cover `count` vectors evenly.

@@ -159,7 +159,7 @@ def test_the_level_decides_the_path() -> None:
     assert activation_dtype(CpuKernels("avx2"), bfloat16) == float32
     assert activation_dtype(CpuKernels("amx"), bfloat16) == bfloat16
     assert activation_dtype(NO_CPU_KERNELS, bfloat16) == bfloat16
-    assert not isinstance(Linear(random(3, 4))._runner, PanelLinear)
+    assert not isinstance(Linear(random(3, 4)).runners[0], PanelLinear)
 
 
 def test_rows_are_rounded_only_for_onednn() -> None:

@@ -57,9 +57,7 @@ class Step:
 
     def fill(self, backend, kv_dtype, poison=False):
         """Storage with all sequences' keys and values; poison: every slot held NaN before."""
-        storage = backend.allocate_kv(
-            2, self.num_blocks, BLOCK, self.kv_heads, self.dim, kv_dtype or self.dtype
-        )
+        storage = self.allocate(backend, kv_dtype or self.dtype)
         if poison:
             storage.keys.fill_(float("nan"))
             storage.values.fill_(float("nan"))
@@ -71,6 +69,13 @@ class Step:
             positions = torch.zeros(n, dtype=torch.int64)
             backend.append(storage, 1, qkv.flatten(1), no_turn, positions, self.slots(i), self.heads)
         return storage
+
+    def allocate(self, backend, kv_dtype):
+        return backend.allocate_kv(2, self.num_blocks, BLOCK, self.kv_heads, self.dim, kv_dtype)
+
+    def kept(self, kv, kv_dtype):
+        """What the cache makes of keys and values kv: [num_tokens, 2, kv_heads, dim]."""
+        return kv.to(kv_dtype)
 
     def batch(self, window=None):
         starts = np.concatenate([[0], np.cumsum(self.new)]).astype(np.int64)
@@ -86,7 +91,7 @@ class Step:
         plan = backend.plan(self.batch(window), BLOCK)
         out = backend.attend(storage, 1, qkv, plan, self.dim**-0.5, self.heads)
         assert out.dtype == self.dtype and (out[len(q) - padding :] == 0).all()
-        stored = [kv.to(kv_dtype or self.dtype) for kv in self.kv]
+        stored = [self.kept(kv, kv_dtype or self.dtype) for kv in self.kv]
         want = [
             reference.causal_attention(q, *kv.unbind(1), self.dim**-0.5, window)
             for q, kv in zip(self.queries, stored, strict=True)

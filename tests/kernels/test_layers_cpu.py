@@ -1,0 +1,143 @@
+"""All layers in one call: bit for bit what the kernels give one by one, for every kind of weight, layer and cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import BLOCK_SIZE, ModelConfig
+from engine.model import Model
+from engine.quantize.rtn import quantize_rtn
+from engine.random_weights import random_weights
+from kernels.cpu_library import CpuKernels, load_cpu_kernels, load_library
+from kernels.ops import AttentionBatch, KVCache, KVScales
+
+PLAIN = ModelConfig(
+    architecture="llama",
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    context_size=128,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+)
+CONFIGS = {
+    "plain": PLAIN,
+    "biases": dataclasses.replace(PLAIN, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "head norms": dataclasses.replace(PLAIN, qk_norm=True),
+    "window": dataclasses.replace(PLAIN, sliding_window=20),
+}
+NUM_BLOCKS = 12
+
+
+def kernels_or_skip() -> CpuKernels:
+    kernels = load_cpu_kernels("avx2")
+    if kernels.library is None:
+        pytest.skip("no AVX2 or no compiler here")
+    return kernels
+
+
+def make_weights(config: ModelConfig, dtype: torch.dtype, change):
+    """Random weights with biases and norms that are not zero or one; `change` has the last word on each."""
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in random_weights(config, dtype):
+        if tensor.dim() == 1:
+            tensor = tensor + 0.3 * torch.randn(tensor.shape, generator=generator).to(dtype)
+        yield name, change(name, tensor)
+
+
+def step(model: Model, cache: KVCache, starts: list[int], lengths: list[int]) -> torch.Tensor:
+    """One step of two sequences with blocks of their own: tokens starts[i]:lengths[i] of each."""
+    counts = np.array(lengths) - starts
+    tables = np.arange(NUM_BLOCKS, dtype=np.int32).reshape(2, -1)
+    positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, lengths, strict=True)])
+    rows = np.repeat([0, 1], counts)
+    slots = tables[rows, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+    loc = np.concatenate([[0], np.cumsum(counts)])
+    batch = AttentionBatch(loc, np.array(lengths), tables, sliding_window=model.config.sliding_window)
+    ids = torch.from_numpy((7 * positions + 3 * rows + 1) % 96)
+    with torch.inference_mode():
+        return model.forward(
+            ids, torch.from_numpy(positions), torch.from_numpy(slots), cache, cache.plan(batch)
+        )
+
+
+def check_same(
+    config: ModelConfig, kernels: CpuKernels, change, dtype=torch.float32, kv=torch.float32
+) -> None:
+    model = Model(config, make_weights(config, dtype, change), dtype, 128, kernels)
+    assert model._compiled is not None
+    scales = None
+    if kv == torch.float8_e4m3fn:
+        shape = (config.num_layers, config.num_kv_heads)
+        scales = KVScales(*(2.0 ** torch.arange(-8, -2).float().view(shape) * factor for factor in (1, 2)))
+    size = (config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    cache = KVCache(*size, kv, torch.device("cpu"), kernels, scales)
+    found = []
+    for compiled in (model._compiled, None):
+        model._compiled = compiled
+        own = cache.like(NUM_BLOCKS)
+        # A prompt each, then one token each, then a chunk of one and a token of the other.
+        steps = [([0, 0], [21, 5]), ([21, 5], [22, 6]), ([22, 6], [39, 7])]
+        found.append([step(model, own, *each) for each in steps])
+    for one_call, one_by_one in zip(*found, strict=True):
+        assert torch.isfinite(one_call).all() and one_call.abs().max() > 0.01
+        assert torch.equal(one_call, one_by_one)
+
+
+def keep(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def to_codes(kind: str, group_size: int | None, where: str = "_proj.weight"):
+    def change(name: str, tensor: torch.Tensor):
+        return quantize_rtn(tensor, kind, group_size) if where in name else tensor
+
+    return change
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float_layers_in_one_call_give_the_same_bits(name: str) -> None:
+    check_same(CONFIGS[name], kernels_or_skip(), keep)
+
+
+def test_bfloat16_weights_and_cache_too() -> None:
+    check_same(PLAIN, kernels_or_skip(), keep, torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("kind", "group_size"), [("int4", 32), ("int8", None), ("fp8", None)])
+def test_weights_in_codes_too(kind: str, group_size: int | None) -> None:
+    check_same(CONFIGS["biases"], kernels_or_skip(), to_codes(kind, group_size))
+
+
+@pytest.mark.parametrize("where", ["v_proj.weight", "q_proj.weight", "down_proj.weight"])
+def test_layers_of_unlike_parts_too(where: str) -> None:
+    check_same(CONFIGS["biases"], kernels_or_skip(), to_codes("int8", None, where))
+
+
+def test_an_fp8_cache_has_scales_of_each_layer() -> None:
+    check_same(PLAIN, kernels_or_skip(), keep, kv=torch.float8_e4m3fn)
+
+
+def test_lanes_of_512_bits_too() -> None:
+    kernels_or_skip()
+    kernels = CpuKernels("avx2", load_library("avx512", emulate=True))
+    check_same(CONFIGS["head norms"], kernels, to_codes("int4", 32))
+
+
+def test_what_the_kernels_do_not_run_is_left_to_the_layers_themselves() -> None:
+    kernels = kernels_or_skip()
+    gate = to_codes("int8", None, "gate_proj.weight")  # its factor up is float: not one pass
+    assert (
+        Model(PLAIN, make_weights(PLAIN, torch.float32, gate), torch.float32, 128, kernels)._compiled is None
+    )
+    assert Model(PLAIN, make_weights(PLAIN, torch.float32, keep), torch.float32, 128)._compiled is None
+    odd = dataclasses.replace(PLAIN, head_dim=24)
+    assert Model(odd, make_weights(odd, torch.float32, keep), torch.float32, 128, kernels)._compiled is None

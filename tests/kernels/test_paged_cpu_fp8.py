@@ -1,0 +1,215 @@
+"""FP8 keys and values: codes as torch rounds them, and attention over them as over the numbers they stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import attention_cpu, ops, reference
+from kernels.cpu_features import detect_level
+from tests.kernels.test_paged_cpu import BLOCK, CASES, WINDOWS, Step, make_backend
+
+FP8 = torch.float8_e4m3fn
+FINITE_CODES = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
+NO_TURN = ops.RopeTables(torch.ones(1, 128), torch.zeros(1, 128))
+TOLERANCE = dict(atol=2e-6, rtol=1e-5)
+needs_avx2 = pytest.mark.skipif(detect_level() == "none", reason="this CPU has no AVX2")
+
+
+@pytest.fixture(scope="module", params=[pytest.param("avx2", marks=needs_avx2), "torch"])
+def backend(request):
+    return attention_cpu if request.param == "torch" else make_backend("avx2")
+
+
+@pytest.fixture(scope="module")
+def avx2():
+    return make_backend("avx2")
+
+
+class Fp8Step(Step):
+    """A step whose cache holds codes; exact: the scales are powers of two."""
+
+    def __init__(self, *args, exact=False, **settings):
+        super().__init__(*args, **settings)
+        scales = torch.rand(2, 2, self.kv_heads, generator=self.generator) * 0.05 + 0.002
+        self.scales = ops.KVScales(*(scales.log2().round().exp2() if exact else scales))
+
+    def allocate(self, backend, kv_dtype):
+        sizes = (2, self.num_blocks, BLOCK, self.kv_heads, self.dim)
+        if kv_dtype == FP8:
+            return backend.allocate_kv(*sizes, FP8, self.scales)
+        return backend.allocate_kv(*sizes, kv_dtype)
+
+    def kept(self, kv, kv_dtype):
+        sides = zip(kv.unbind(1), self.scales, strict=True)
+        return torch.stack([reference.round_kv(side, scales[1]) for side, scales in sides], 1)
+
+
+def append_rows(backend, rows, scale, kv_dtype=FP8):
+    """(storage, keys, values) of one sequence and one KV head, rows before the rotation: [num_tokens, dim].
+
+    A rotation by nothing still turns some -0 into 0, and what stands beside an infinity into a NaN.
+    """
+    n, dim = rows.shape
+    scales = ops.KVScales(torch.tensor([[scale]]), torch.tensor([[scale]])) if kv_dtype == FP8 else None
+    storage = backend.allocate_kv(1, -(-n // BLOCK), BLOCK, 1, dim, kv_dtype, scales)
+    qkv = torch.cat([torch.zeros_like(rows), rows, rows], 1)
+    tables = ops.RopeTables(*(table[:, : dim // 2].contiguous() for table in NO_TURN))
+    backend.append(storage, 0, qkv, tables, torch.zeros(n, dtype=torch.int64), torch.arange(n), 1)
+    return storage, qkv[:, dim : 2 * dim], qkv[:, 2 * dim :]
+
+
+def stored_codes(storage, n):
+    """(codes of the keys, of the values): [n, dim] uint8."""
+    if isinstance(storage, list):
+        return tuple(side.view(torch.uint8)[0].flatten(0, 1)[:n] for side in storage[0])
+    keys, values = (side.view(torch.uint8)[:, 0, 0] for side in (storage.keys, storage.values))
+    keys = keys.unflatten(1, (storage.head_dim, BLOCK)).transpose(1, 2)
+    return keys.flatten(0, 1)[:n], values.unflatten(1, (BLOCK, storage.head_dim)).flatten(0, 1)[:n]
+
+
+def read_value(backend, storage, dim):
+    """The output of attention over the first token alone: its value."""
+    batch = ops.AttentionBatch(np.arange(2), np.ones(1, np.int64), np.zeros((1, 1), np.int32))
+    return backend.attend(storage, 0, torch.zeros(1, 3 * dim), backend.plan(batch, BLOCK), 1.0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.25, 0.0371])
+def test_numbers_become_the_codes_that_torch_rounds_them_to(backend, dtype, scale):
+    generator = torch.Generator().manual_seed(1)
+    codes = FINITE_CODES.view(FP8).float().sort().values
+    ties = (codes[1:] + codes[:-1]) / 2
+    beside = torch.cat([ties.nextafter(torch.tensor(s * 1e9)) for s in (-1, 1)])
+    large = torch.tensor([448, 463.9, 464, 465, 1e4, 3e38, 1e-45, 2.0**-10, 2.0**-9, 0.0]).repeat(2)
+    spread = torch.randn(1000, generator=generator) * torch.logspace(-6, 4, 1000)
+    x = torch.cat([codes, ties, beside, large, -large, spread])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 64)).view(-1, 64).mul(scale).to(dtype)
+    storage, *sides = append_rows(backend, x, scale)
+    for got, side in zip(stored_codes(storage, len(x)), sides, strict=True):
+        want = (side.float() / scale).clamp(-448, 448).to(FP8).view(torch.uint8)
+        assert torch.equal(got, want)
+
+
+def test_too_large_is_the_largest_code_and_not_a_number_stays_so(backend):
+    x = torch.tensor([float("inf"), -float("inf"), 1e30, -449, float("nan"), 1]).repeat(8)[None]
+    storage, *_ = append_rows(backend, x, 1.0)
+    values = stored_codes(storage, 1)[1][0, :6].view(FP8).float()
+    assert values[:4].tolist() == [448, -448, 448, -448] and values[4].isnan() and values[5] == 1
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-7, 0.0371])
+def test_every_finite_code_is_read_as_its_number(backend, scale):
+    numbers = torch.nn.functional.pad(FINITE_CODES.view(FP8).float(), (0, 2))[None] * scale  # one head of 256
+    storage, *_ = append_rows(backend, numbers, scale)
+    got = read_value(backend, storage, 256)
+    if scale == 0.0371:
+        torch.testing.assert_close(got, numbers, atol=0, rtol=3e-7)
+    else:
+        assert torch.equal(got, numbers)
+
+
+@needs_avx2
+@pytest.mark.parametrize("name", [name for name in CASES if "many decode rows" not in name])
+def test_attention_equals_the_reference_over_rounded_keys(avx2, name):
+    got, want = Fp8Step(**CASES[name]).run(avx2, kv_dtype=FP8)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+
+
+@needs_avx2
+@pytest.mark.parametrize("name", WINDOWS)
+def test_attention_in_a_sliding_window_equals_the_reference_over_rounded_keys(avx2, name):
+    case = dict(WINDOWS[name])
+    window = case.pop("window")
+    got, want = Fp8Step(**case).run(avx2, kv_dtype=FP8, window=window)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "name", ["prefill and decode together", "nested prefixes", "a long prompt", "heads of 80"]
+)
+def test_attention_by_torch_equals_the_reference_over_rounded_keys(name):
+    got, want = Fp8Step(**CASES[name]).run(attention_cpu, kv_dtype=FP8)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+
+
+def test_attention_by_torch_in_a_sliding_window_equals_the_reference_over_rounded_keys():
+    got, want = Fp8Step(lens=[70, 50, 20], new=[1, 18, 20]).run(attention_cpu, kv_dtype=FP8, window=16)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+
+
+@needs_avx2
+@pytest.mark.parametrize("name", ["prefill and decode together", "nested prefixes", "a long prompt"])
+def test_with_scales_of_powers_of_two_it_is_bit_for_bit_attention_in_float32(avx2, name):
+    step, plain = Fp8Step(**CASES[name], exact=True), Fp8Step(**CASES[name], exact=True)
+    plain.kv = [plain.kept(kv, FP8) for kv in plain.kv]
+    assert torch.equal(step.run(avx2, kv_dtype=FP8)[0], plain.run(avx2, kv_dtype=torch.float32)[0])
+
+
+@needs_avx2
+@pytest.mark.parametrize("name", ["nested prefixes", "decode rows of many lengths"])
+def test_what_a_block_held_before_does_not_show(avx2, name):
+    got, want = Fp8Step(**CASES[name]).run(avx2, kv_dtype=FP8, poison=True)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+
+
+@needs_avx2
+@pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
+def test_a_key_or_value_that_is_not_a_number_spoils_its_own_sequence_only(avx2, side):
+    step = Fp8Step(lens=[40, 33, 20], new=[1, 33, 1])
+    step.kv[1][5, side, :, 3] = float("nan")
+    got, _ = step.run(avx2, kv_dtype=FP8)
+    spoilt = got.isnan().flatten(1).any(1)
+    assert not spoilt[0] and not spoilt[-1] and spoilt[6:-1].all()
+
+
+def test_bfloat16_activations_come_out_within_their_precision(backend):
+    got, want = Fp8Step(**CASES["nested prefixes"], dtype=torch.bfloat16).run(backend, kv_dtype=FP8)
+    torch.testing.assert_close(got.float(), want.float(), atol=1e-2, rtol=1e-2)
+
+
+def test_copied_blocks_hold_the_same_codes(backend):
+    storage, *_ = append_rows(backend, torch.randn(3 * BLOCK, 16), 0.01)
+    before = [codes.clone() for codes in stored_codes(storage, 3 * BLOCK)]
+    backend.copy_blocks(storage, np.array([[0, 2]], dtype=np.int32))
+    for codes, old in zip(stored_codes(storage, 3 * BLOCK), before, strict=True):
+        assert torch.equal(codes[2 * BLOCK :], old[:BLOCK]) and torch.equal(codes[:BLOCK], old[:BLOCK])
+        assert torch.equal(codes[BLOCK : 2 * BLOCK], old[BLOCK : 2 * BLOCK])
+
+
+@needs_avx2
+def test_scales_of_another_model_are_refused(avx2):
+    scales = ops.KVScales(torch.ones(2, 3), torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"\[2, 3\] and \[2, 3\]; the cache needs \[2, 1\]"):
+        avx2.allocate_kv(2, 4, BLOCK, 1, 16, FP8, scales)
+
+
+def test_a_cache_like_another_has_its_type_scales_and_a_size_of_its_own():
+    scales = ops.KVScales(torch.full((1, 2), 0.5), torch.full((1, 2), 0.25))
+    cache = ops.KVCache(1, 4, BLOCK, 2, 16, FP8, torch.device("cpu"), scales=scales).like(7)
+    assert cache.num_blocks == 7 and cache.storage.scales is scales and cache.storage[0][0].dtype == FP8
+
+
+@pytest.fixture(scope="module")
+def emulated():
+    """The code of the highest level, in instructions this CPU has."""
+    return make_backend("amx", emulate=True)
+
+
+@needs_avx2
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "name", ["prefill and decode together", "nested prefixes", "groups of 7 heads", "heads of 80"]
+)
+def test_at_the_highest_level_attention_equals_the_reference(emulated, name, dtype):
+    got, want = Fp8Step(**CASES[name], dtype=dtype).run(emulated, kv_dtype=FP8, poison=True)
+    tolerance = TOLERANCE if dtype == torch.float32 else dict(atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(got.float(), want.float(), **tolerance)
+
+
+@needs_avx2
+def test_at_the_highest_level_numbers_are_rounded_and_read_alike(emulated):
+    test_every_finite_code_is_read_as_its_number(emulated, 1.0)
+    test_numbers_become_the_codes_that_torch_rounds_them_to(emulated, torch.float32, 0.25)
+    test_too_large_is_the_largest_code_and_not_a_number_stays_so(emulated)
