@@ -8,26 +8,30 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import cast
 
 import torch
-from torch import Tensor
 
-from engine.checkpoint import load_checkpoint, resolve_dtype
+from engine.checkpoint import check_quantization, load_checkpoint, resolve_dtype
 from engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
 from engine.engine import Engine
 from engine.errors import ModelRefused
+from engine.kv_scales import calibrate_kv_scales, is_kv_scale, to_kv_scales
 from engine.memory import available_bytes
 from engine.model import Model
 from engine.model_runner import ModelRunner
+from engine.quantize.rtn import default_group_size, quantize_rtn
 from engine.request import EngineInfo
 from engine.scheduler import Scheduler
 from engine.tokenizer import Tokenizer, load_tokenizer
-from engine.weights import iterate_weights
+from engine.weights import Weight, dequantized, iterate_weights, load_part, quantized
 from kernels.cpu_features import CAPS, has_level
 from kernels.cpu_library import CpuKernels, load_cpu_kernels
 from kernels.linear import can_pack
-from kernels.ops import KVCache
+from kernels.ops import KVCache, KVScales
+from kernels.quantized import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +48,44 @@ def build_engine(model: str, options: EngineOptions) -> Engine:
     checkpoint = load_checkpoint(model)
     dtype: torch.dtype = getattr(torch, resolve_dtype(options.dtype))
     tokenizer = load_tokenizer(model)
-    weights = iterate_weights(checkpoint, dtype)
-    return assemble_engine(checkpoint.config, weights, tokenizer, options, model, started)
+    check_quantization(checkpoint, options.quantization)
+    weights = choose_weights(checkpoint.config, iterate_weights(checkpoint, dtype), dtype, options)
+    scales = None
+    if options.kv_dtype == "fp8":
+        found = {name: load_part(source) for name, source in checkpoint.extras.items() if is_kv_scale(name)}
+        scales = to_kv_scales(found, checkpoint.config, model)
+    return assemble_engine(checkpoint.config, weights, tokenizer, options, model, started, scales)
+
+
+def choose_weights(
+    config: ModelConfig, weights: Iterator[tuple[str, Weight]], dtype: torch.dtype, options: EngineOptions
+) -> Iterator[tuple[str, Weight]]:
+    """The weights as options.quantization wants them. Raises ModelRefused where no group size fits."""
+    if options.quantization == "auto":
+        return weights
+    if options.quantization == "none":
+        return dequantized(weights, dtype)
+    kind = cast(Kind, options.quantization)
+    try:
+        group_size = default_group_size(config) if kind == "int4" else None
+    except ValueError as error:
+        raise ModelRefused(f"--quantization {kind}: {error}") from error
+    return quantized(weights, partial(quantize_rtn, kind=kind, group_size=group_size))
 
 
 def assemble_engine(
     config: ModelConfig,
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, Weight]],
     tokenizer: Tokenizer,
     options: EngineOptions,
     name: str,
     started_s: float | None = None,
+    kv_scales: KVScales | None = None,
 ) -> Engine:
-    """An engine of these weights: pairs of Hugging Face name and tensor, all of the dtype that the options resolve to.
+    """An engine of these weights: pairs of Hugging Face name and weight, as Model takes them.
 
-    started_s: when loading began, on the monotonic clock; now unless given.
+    started_s: when loading began, on the monotonic clock; now unless given. kv_scales: of an FP8 KV cache; measured
+    unless given.
     """
     started_s = time.monotonic() if started_s is None else started_s
     if options.num_threads is not None:
@@ -67,7 +94,8 @@ def assemble_engine(
     dtype: torch.dtype = getattr(torch, dtype_name)
     kernels = load_cpu_kernels(_cpu_cap(options))
     _report_slow_paths(kernels, dtype)
-    num_blocks = num_kv_blocks(config, options, dtype)
+    kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else dtype
+    num_blocks = num_kv_blocks(config, options, kv_dtype)
     context_size = min(config.context_size, options.max_model_tokens or config.context_size)
     max_request_tokens = min(context_size, num_blocks * BLOCK_SIZE)
     model = Model(config, weights, dtype, max_request_tokens, kernels)
@@ -75,16 +103,10 @@ def assemble_engine(
         budget = options.max_num_batched_tokens or token_budget(model)
         model.warm(budget)
     max_num_seqs = min(options.max_num_seqs or MAX_NUM_SEQS, budget)
-    cache = KVCache(
-        config.num_layers,
-        num_blocks,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        dtype,
-        torch.device("cpu"),
-        kernels,
-    )
+    if kv_dtype == torch.float8_e4m3fn:
+        kv_scales = kv_scales or calibrate_kv_scales(model, tokenizer)
+    size = (config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    cache = KVCache(*size, kv_dtype, torch.device("cpu"), kernels, kv_scales)
     info = EngineInfo(
         model=name,
         dtype=dtype_name,
@@ -97,6 +119,9 @@ def assemble_engine(
         load_s=time.monotonic() - started_s,
         device="cpu",
         cpu_kernels=kernels.level,
+        linear_bits=model.linear_bits,
+        head_bits=model.head.bits_per_weight,
+        kv_bits=8 * kv_dtype.itemsize,
     )
     scheduler = Scheduler(
         num_blocks,

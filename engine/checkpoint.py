@@ -8,50 +8,45 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.config import ModelConfig
 from engine.errors import ModelRefused
+from engine.formats.quantization_config import load_plan
 from engine.gguf import GGUFFile, load_gguf
 from engine.gguf_config import gguf_model_config
 from engine.hf_config import hf_model_config
+from engine.json_files import load_json_object
 from engine.model_path import find_model_kind
 from engine.safetensors_header import load_headers
+from engine.tensor_sources import QuantizedSource, TensorSource, gather_quantized
 from engine.weight_names import check_tensors, hf_name
 
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSource:
-    """Where the bytes of one tensor are. type: a name of gguf_quants.BLOCK_SHAPES.
-
-    rotary_heads: over how many heads the rows are interleaved and must be put in order; 0: they are in order.
-    """
-
-    file: str
-    offset: int
-    num_bytes: int
-    shape: tuple[int, ...]
-    type: str
-    rotary_heads: int = 0
+_FLOAT_TYPES = tuple(_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model that can be loaded. `tensors` by Hugging Face name; quantization: the type most bytes have."""
+    """A model that can be loaded. `tensors` by Hugging Face name; quantization: how most bytes are stored."""
 
     path: str
     format: str  # gguf or safetensors
     config: ModelConfig
-    quantization: str  # bfloat16, float16, float32, q8_0, q4_0 or q4_1
-    tensors: Mapping[str, TensorSource] = field(repr=False)
+    quantization: str  # bfloat16, float16, float32, a GGUF type such as q4_1, or what the format calls itself
+    tensors: Mapping[str, TensorSource | QuantizedSource] = field(repr=False)
+    extras: Mapping[str, TensorSource] = field(default_factory=dict, repr=False)  # scales of an FP8 KV cache
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Hugging Face names of all tensors in the files."""
+        """Hugging Face names of all tensors that the model has."""
         return tuple(self.tensors)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some weights are stored in codes."""
+        return any(source.type not in _FLOAT_TYPES for source in self.tensors.values())
 
 
 def load_checkpoint(path: str) -> Checkpoint:
@@ -62,6 +57,15 @@ def load_checkpoint(path: str) -> Checkpoint:
             f"{path}: the null engine has no weights; use a Hugging Face folder or a .gguf file"
         )
     return _safetensors_checkpoint(Path(path)) if kind == "folder" else _gguf_checkpoint(load_gguf(path))
+
+
+def check_quantization(checkpoint: Checkpoint, quantization: str) -> None:
+    """Raises ModelRefused where weights that are in codes already would be quantized a second time."""
+    if quantization not in ("auto", "none") and checkpoint.is_quantized:
+        raise ModelRefused(
+            f"{checkpoint.path} is quantized already ({checkpoint.quantization}): leave --quantization {quantization}"
+            " away, or take the model's bfloat16 or float32 weights"
+        )
 
 
 def resolve_dtype(dtype: str) -> str:
@@ -97,17 +101,31 @@ def _gguf_checkpoint(file: GGUFFile) -> Checkpoint:
 
 def _safetensors_checkpoint(folder: Path) -> Checkpoint:
     config = hf_model_config(folder)
+    plan = load_plan(folder, load_json_object(folder / "config.json"))
     headers = load_headers(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ModelRefused(f"{folder}: no tokenizer.json; save the model's fast tokenizer into the folder")
-    tensors = {
+    found = {
         name: TensorSource(entry.file, entry.offset, entry.num_bytes, entry.shape, entry.type)
         for name, entry in headers.items()
     }
-    return _checked(str(folder), "safetensors", config, tensors)
+    tensors: Mapping[str, TensorSource | QuantizedSource] = found
+    extras: dict[str, TensorSource] = {}
+    if plan is not None:
+        extras = {name: found.pop(name) for name in list(found) if plan.is_extra(name)}
+        tensors = gather_quantized(config, plan.scheme_of, found, str(folder))
+    for name, source in tensors.items():
+        if isinstance(source, TensorSource) and source.type not in _FLOAT_TYPES:
+            raise ModelRefused(
+                f"{folder}: tensor {name} is {source.type}, but config.json does not say how it is quantized;"
+                f" use weights in {', '.join(_FLOAT_TYPES)}, or the config.json that belongs to them"
+            )
+    return replace(_checked(str(folder), "safetensors", config, tensors), extras=extras)
 
 
-def _checked(path: str, kind: str, config: ModelConfig, tensors: dict[str, TensorSource]) -> Checkpoint:
+def _checked(
+    path: str, kind: str, config: ModelConfig, tensors: Mapping[str, TensorSource | QuantizedSource]
+) -> Checkpoint:
     check_tensors(config, {name: source.shape for name, source in tensors.items()}, path)
     sizes: Counter[str] = Counter()
     for source in tensors.values():

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 BLOCK_SIZE = 16  # tokens in a KV block
+# auto: weights as the checkpoint has them; none: in the model's dtype; the others: quantized when they are loaded.
+QUANTIZATIONS = ("auto", "none", "int4", "fp8", "int8")
+KV_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,8 @@ class EngineOptions:
     """What a user may set about the engine. None: chosen at load from the device and the model."""
 
     dtype: str = "auto"  # auto, bfloat16 or float32
+    quantization: str = "auto"  # of weights: auto, none, int4, fp8 or int8 (see QUANTIZATIONS)
+    kv_dtype: str = "auto"  # of the KV cache: auto is that of the model, or fp8
     max_num_batched_tokens: int | None = None  # token budget of one step
     max_num_seqs: int | None = None
     kv_cache_bytes: int | None = None

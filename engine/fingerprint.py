@@ -22,19 +22,23 @@ _TEXT_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    "hf_quant_config.json",
 )
 _NUM_SAMPLES = 16
 _SAMPLE_BYTES = 4096
 
 
-def fingerprint(path: str, dtype: str) -> str:
-    """32 hex digits over configuration, tokenizer, weight headers, sizes and dtype; for null: over the URL.
+def fingerprint(path: str, dtype: str, quantization: str = "auto", kv_dtype: str = "auto") -> str:
+    """32 hex digits over configuration, tokenizer, weight headers, sizes and settings; for null: over the URL.
 
-    The KV cache has the model's dtype. Weights trained on, under the same headers, differ by the sample.
+    The settings are those of EngineOptions. Weights trained on, under the same headers, differ by the sample.
     """
     digest = hashlib.sha256()
+    settings = [resolve_dtype(dtype)]
+    if (quantization, kv_dtype) != ("auto", "auto"):
+        settings += [quantization, kv_dtype]
     is_null = path.startswith("null:")
-    for part in [path.encode()] if is_null else [*_model_parts(path), resolve_dtype(dtype).encode()]:
+    for part in [path.encode()] if is_null else [*_model_parts(path), *map(str.encode, settings)]:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()[:32]

@@ -89,15 +89,6 @@ def _architecture(path: Path, raw: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = (
-            quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        )
-        raise ModelRefused(
-            f"{path}: quantization {method!r} is not supported;"
-            " use the model's bfloat16 or float32 weights, or a GGUF file"
-        )
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelRefused(f"{path}: activation {activation!r} is not supported; use a model with silu")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.build import assemble_engine
+from engine.build import assemble_engine, choose_weights
 from engine.checkpoint import resolve_dtype
 from engine.config import EngineOptions, ModelConfig
 from engine.engine import Engine
@@ -18,7 +18,8 @@ from engine.weight_names import expected_shapes
 def build_random_engine(config: ModelConfig, options: EngineOptions, name: str) -> Engine:
     """An engine of the shape, ready to step; its tokenizer is the one of bytes."""
     dtype: torch.dtype = getattr(torch, resolve_dtype(options.dtype))
-    return assemble_engine(config, random_weights(config, dtype), NullTokenizer(), options, name)
+    weights = choose_weights(config, random_weights(config, dtype), dtype, options)
+    return assemble_engine(config, weights, NullTokenizer(), options, name)
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, Tensor]]:

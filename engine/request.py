@@ -70,6 +70,11 @@ class EngineInfo:
     load_s: float
     device: str
     cpu_kernels: str = "none"  # the instruction set of our own kernels that is in use; none: torch's only
+    linear_bits: float = (
+        32.0  # of a weight of the layers' linears as it lies in memory, scales and offsets included
+    )
+    head_bits: float = 32.0  # the same, of the head
+    kv_bits: int = 32  # of a key or value in the cache
 
 
 @dataclass(frozen=True, slots=True)

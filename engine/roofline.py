@@ -44,6 +44,14 @@ class Floor(NamedTuple):
         return self.linear_s + self.attention_s + self.head_s
 
 
+class StoredBits(NamedTuple):
+    """Of a weight of the layers' linears, of one of the head, and of a key or value in the cache."""
+
+    linear: float
+    head: float
+    kv: float
+
+
 class Gemm(NamedTuple):
     """One weight matrix."""
 
@@ -90,37 +98,35 @@ def count_linear_flops(config: ModelConfig, num_tokens: int) -> int:
     return 2 * num_tokens * config.num_layers * num_weights
 
 
-def estimate_step(config: ModelConfig, rates: MachineRates, value_bytes: int, step: StepRecord) -> Floor:
-    """The floor of one step. A key that several sequences share is read once.
-
-    value_bytes: of a weight, and of a key or value in the cache.
-    """
+def estimate_step(config: ModelConfig, rates: MachineRates, bits: StoredBits, step: StepRecord) -> Floor:
+    """The floor of one step. A key that several sequences share is read once."""
     num_tokens = step.num_decode_tokens + step.num_prefill_tokens
-    kv_token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * value_bytes
+    kv_token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * bits.kv / 8
     kv_bytes = kv_token_bytes * step.unique_context_tokens
     attention_flops = 4 * config.num_layers * config.num_heads * config.head_dim * step.num_query_keys
-    linear_s = sum(_gemm_seconds(gemm, num_tokens, rates, value_bytes) for gemm in layer_gemms(config))
+    linear_s = sum(_gemm_seconds(gemm, num_tokens, rates, bits.linear) for gemm in layer_gemms(config))
     head = Gemm(config.hidden_size, config.vocab_size)
     return Floor(
         linear_s=config.num_layers * linear_s,
         attention_s=max(kv_bytes / rates.bytes_per_s, attention_flops / rates.flops_per_s),
-        head_s=_gemm_seconds(head, step.num_sampled, rates, value_bytes),
+        head_s=_gemm_seconds(head, step.num_sampled, rates, bits.head),
     )
 
 
 def estimate_run(
-    config: ModelConfig, rates: MachineRates, value_bytes: int, steps: Sequence[StepRecord]
+    config: ModelConfig, rates: MachineRates, bits: StoredBits, steps: Sequence[StepRecord]
 ) -> Floor:
     """The floor of many steps."""
-    floors = [estimate_step(config, rates, value_bytes, step) for step in steps]
+    floors = [estimate_step(config, rates, bits, step) for step in steps]
     return Floor(*(sum(column) for column in zip(*floors, strict=True))) if floors else Floor(0.0, 0.0, 0.0)
 
 
-def _gemm_seconds(gemm: Gemm, num_rows: int, rates: MachineRates, value_bytes: int) -> float:
+def _gemm_seconds(gemm: Gemm, num_rows: int, rates: MachineRates, weight_bits: float) -> float:
     if num_rows == 0:
         return 0.0
     num_weights = gemm.num_inputs * gemm.num_outputs
-    return max(num_weights * value_bytes / rates.bytes_per_s, 2 * num_rows * num_weights / rates.flops_per_s)
+    read_s = num_weights * weight_bits / 8 / rates.bytes_per_s
+    return max(read_s, 2 * num_rows * num_weights / rates.flops_per_s)
 
 
 def _best_seconds(run: Callable[[], object]) -> float:

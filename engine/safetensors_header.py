@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelRefused
-from engine.gguf_quants import BLOCK_SHAPES
 from engine.json_files import load_json_object
 from engine.model_path import open_model_file
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_TYPES = ("F32", "F16", "BF16")
+# Bytes of an element; what a tensor may be of is decided by what it is.
+_TYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -112,16 +112,16 @@ def _entry(file: Path, name: str, item: Any, start: int, size: int) -> Safetenso
         raise ModelRefused(
             f"{file}: the entry of tensor {name} is malformed; download the file again"
         ) from error
-    if kind not in _TYPES:
+    if kind not in _TYPE_BYTES:
         raise ModelRefused(
-            f"{file}: tensor {name} is {kind}, which is not supported; use weights in {', '.join(_TYPES)}"
+            f"{file}: tensor {name} is {kind}, which is not supported; use weights in {', '.join(_TYPE_BYTES)}"
         )
     if start + end > size:
         raise ModelRefused(
             f"{file}: truncated: tensor {name} ends at byte {start + end}"
             f" but the file has {size}; download it again"
         )
-    if begin < 0 or any(n < 0 for n in shape) or end - begin != prod(shape) * BLOCK_SHAPES[kind][1]:
+    if begin < 0 or any(n < 0 for n in shape) or end - begin != prod(shape) * _TYPE_BYTES[kind]:
         raise ModelRefused(
             f"{file}: tensor {name} of shape {list(shape)} has {end - begin} bytes; download the file again"
         )

@@ -1,50 +1,94 @@
-"""Weights of a checkpoint as torch tensors, one at a time, under their Hugging Face names.
+"""Weights of a checkpoint, one at a time, under their Hugging Face names: torch tensors, or codes as they are stored.
 
-Rows are read and dequantized in slices, so the memory beyond the result stays small for any tensor.
+Rows are read in slices, so the memory beyond the result stays small for any tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from engine.checkpoint import Checkpoint, TensorSource
-from engine.gguf_quants import BLOCK_SHAPES, dequantize, row_bytes
+from engine.checkpoint import Checkpoint
+from engine.errors import ModelRefused
+from engine.formats.gguf_codes import can_keep_codes, iterate_rows, load_codes
+from engine.gguf_quants import dequantize
+from engine.tensor_sources import QuantizedSource, TensorSource
 from engine.weight_names import expected_shapes
+from kernels.quantized import QuantizedTensor
 
-_SLICE_ELEMENTS = 1 << 20
-_TORCH_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TORCH_TYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+Weight = Tensor | QuantizedTensor
 
 
-def iterate_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, contiguous tensor of `dtype`) for each weight the model reads, in file order.
+def iterate_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Weight]]:
+    """Yield (Hugging Face name, weight) for each weight the model reads, in file order.
 
-    q and k projections of llama GGUF files come back in the half-rotation order of Hugging Face.
+    A weight is a contiguous tensor of `dtype`, or a QuantizedTensor where the file has codes. q and k projections of
+    llama GGUF files come back in the half-rotation order of Hugging Face.
     """
     wanted = expected_shapes(checkpoint.config)
     sources = [(name, source) for name, source in checkpoint.tensors.items() if name in wanted]
-    for name, source in sorted(sources, key=lambda item: (item[1].file, item[1].offset)):
-        yield name, load_tensor(source, dtype)
+    for name, source in sorted(sources, key=lambda item: _place(item[1])):
+        yield name, load_weight(checkpoint.path, name, source, dtype)
 
 
-def load_tensor(source: TensorSource, dtype: torch.dtype) -> torch.Tensor:
+def load_weight(path: str, name: str, source: TensorSource | QuantizedSource, dtype: torch.dtype) -> Weight:
+    """One weight of the checkpoint at `path`. Raises ModelRefused where its numbers can't be."""
+    if isinstance(source, QuantizedSource):
+        parts = {suffix: load_part(part) for suffix, part in source.parts.items()}
+        try:
+            return source.scheme.build(name.removesuffix(".weight"), parts)
+        except ModelRefused as error:
+            raise ModelRefused(f"{path}: {error}") from error
+    if can_keep_codes(source):
+        return load_codes(source, name)
+    return load_tensor(source, dtype)
+
+
+def dequantized(weights: Iterator[tuple[str, Weight]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The same weights, those in codes turned into tensors of `dtype`."""
+    for name, weight in weights:
+        yield name, weight.dequantize().to(dtype) if isinstance(weight, QuantizedTensor) else weight
+
+
+def quantized(
+    weights: Iterator[tuple[str, Weight]], quantize: Callable[[Tensor], QuantizedTensor]
+) -> Iterator[tuple[str, Weight]]:
+    """The same weights, those of the layers' linears put through `quantize`; embeddings and head stay as they are."""
+    for name, weight in weights:
+        if name.endswith("_proj.weight") and isinstance(weight, Tensor):
+            weight = quantize(weight)
+        yield name, weight
+
+
+def load_part(source: TensorSource) -> Tensor:
+    """One tensor as it is stored, of its own type."""
+    raw = np.fromfile(source.file, np.uint8, source.num_bytes, offset=source.offset)
+    return torch.from_numpy(raw).view(_TORCH_TYPES[source.type]).view(source.shape)
+
+
+def load_tensor(source: TensorSource, dtype: torch.dtype) -> Tensor:
     """Read one tensor. Returns a contiguous tensor of the source's shape and of `dtype`."""
-    num_rows = source.shape[0]
+    if len(source.shape) == 1 and source.type not in _TORCH_TYPES:  # a vector in blocks is one row
+        return load_tensor(replace(source, shape=(1, *source.shape)), dtype).view(-1)
     num_columns = prod(source.shape[1:])
-    size = row_bytes(source.type, num_columns) if num_columns > 1 else BLOCK_SHAPES[source.type][1]
-    if num_columns == 1 and BLOCK_SHAPES[source.type][0] > 1:  # a quantized vector: one row
-        num_rows, num_columns, size = 1, source.shape[0], source.num_bytes
-    raw = np.memmap(source.file, np.uint8, "r", source.offset, (num_rows, size))
-    order = _row_order(num_rows, source.rotary_heads) if source.rotary_heads else None
-    result = torch.empty((num_rows, num_columns), dtype=dtype)
-    step = max(1, _SLICE_ELEMENTS // num_columns)
-    for start in range(0, num_rows, step):
-        rows = raw[start : start + step] if order is None else raw[order[start : start + step]]
-        target = result[start : start + step]
+    result = torch.empty((source.shape[0], num_columns), dtype=dtype)
+    for start, rows in iterate_rows(source):
+        target = result[start : start + len(rows)]
         if source.type in _TORCH_TYPES:
             target.copy_(torch.from_numpy(np.array(rows)).view(_TORCH_TYPES[source.type]))
         elif dtype == torch.float32:  # numpy's copy: torch's would start threads for every slice
@@ -54,9 +98,7 @@ def load_tensor(source: TensorSource, dtype: torch.dtype) -> torch.Tensor:
     return result.view(source.shape)
 
 
-def _row_order(num_rows: int, num_heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Which row of a GGUF llama projection is row i in Hugging Face's order.
-
-    GGUF interleaves the halves of a head (x0 y0 x1 y1 ..), Hugging Face keeps them apart (x0 x1 .. y0 y1 ..).
-    """
-    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+def _place(source: TensorSource | QuantizedSource) -> tuple[str, int]:
+    """Where the weight begins in the files."""
+    parts = source.parts.values() if isinstance(source, QuantizedSource) else [source]
+    return min((part.file, part.offset) for part in parts)

@@ -25,15 +25,18 @@ ALLOWED = {
 }
 # The modules of engine/ that may import torch when they are imported; all of kernels/ may, nothing else.
 TORCH_ENGINE = {
-    "build",
-    "engine",
-    "model",
-    "model_runner",
-    "random_weights",
-    "roofline",
-    "rope",
-    "sampler",
-    "weights",
+    *(
+        "build",
+        "engine",
+        "kv_scales",
+        "model",
+        "model_runner",
+        "random_weights",
+        "roofline",
+        "rope",
+        "sampler",
+    ),
+    *("scoring", "weights", "formats/gguf_codes", "formats/packed_words"),
 }
 TORCH_FAMILY = {"torch", "triton", "transformers", "accelerate"}
 TESTS_ONLY = {"transformers", "accelerate", "gguf", "pytest", "hypothesis", "duckdb", "pandas"}
@@ -85,8 +88,10 @@ def top_levels(names: set[str]) -> set[str]:
 
 
 def may_import_torch(relative: str) -> bool:
-    package, name = relative.split("/")[0], Path(relative).stem
-    return package == "kernels" or (package == "engine" and name in TORCH_ENGINE)
+    package, _, name = relative.removesuffix(".py").partition("/")
+    return package == "kernels" or (
+        package == "engine" and (name in TORCH_ENGINE or name.startswith("quantize/"))
+    )
 
 
 def test_there_is_something_to_check() -> None:

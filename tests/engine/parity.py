@@ -14,7 +14,6 @@ from engine.engine import Engine
 from engine.model_runner import ModelRunner
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler
-from kernels.ops import KVCache
 
 PREEMPT_AT = (3, 7, 12)  # steps after which the youngest loses its blocks, when a test forces it
 TIE_GAP = 1e-4  # two logits closer than this are a tie, and either token is right
@@ -28,18 +27,8 @@ def load_engine(model: str, dtype="float32", **options) -> Engine:
 
 def rebuild(engine: Engine, *, chunk: int, prefix_cache: bool, num_blocks: int = 512) -> Engine:
     """The same weights and kernels with another batcher and a fresh cache."""
-    config, info = engine.runner.model.config, engine.info
-    dtype = getattr(torch, info.dtype)
-    cache = KVCache(
-        config.num_layers,
-        num_blocks,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        dtype,
-        torch.device("cpu"),
-        engine.runner.model.kernels,
-    )
+    info = engine.info
+    cache = engine.runner.cache.like(num_blocks)
     limit = min(info.context_size, num_blocks * BLOCK_SIZE)
     max_num_seqs = min(32, chunk)
     return Engine(

@@ -12,7 +12,6 @@ import pytest
 
 from engine.errors import ModelRefused
 from engine.gguf import load_gguf, tensor_bytes
-from engine.gguf_quants import BLOCK_SHAPES, dequantize
 
 HEADER = struct.Struct("<4sIQQ")
 
@@ -34,27 +33,6 @@ def _write(path: Path, type_name: str = "F32", **values: Any) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-@pytest.mark.parametrize("type_name", BLOCK_SHAPES)
-def test_dequantization_equals_the_reference_bit_for_bit(type_name: str) -> None:
-    kind = gguf.GGMLQuantizationType[type_name]
-    data = np.random.default_rng(1).normal(size=(7, 96)).astype(np.float32)
-    raw = gguf.quantize(data, kind)
-    expected = gguf.dequantize(raw, kind)
-    found = dequantize(np.ascontiguousarray(raw).view(np.uint8), type_name)
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, expected.reshape(-1))
-
-
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1"])
-def test_every_byte_pattern_of_a_block_dequantizes_as_the_reference(type_name: str) -> None:
-    size = BLOCK_SHAPES[type_name][1]
-    raw = np.random.default_rng(2).integers(0, 256, (500, size), np.uint8)
-    raw[:, 1] &= 0x3B  # finite scales
-    raw[:, 3] &= 0x3B
-    expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[type_name])
-    np.testing.assert_array_equal(dequantize(raw, type_name), expected.reshape(-1))
 
 
 def test_metadata_and_tensors_read_as_they_were_written(tmp_path: Path) -> None:
@@ -126,11 +104,11 @@ def test_arrays_nested_without_end_are_refused(tmp_path: Path) -> None:
 
 def test_an_unsupported_tensor_type_is_named(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    kind = gguf.GGMLQuantizationType.Q4_K
-    writer.add_tensor("blk.0.attn_q.weight", np.zeros((2, 144), np.uint8), raw_dtype=kind)
+    kind = gguf.GGMLQuantizationType.Q3_K
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((2, 110), np.uint8), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelRefused, match=r"blk\.0\.attn_q\.weight is Q4_K.*Q4_1"):
+    with pytest.raises(ModelRefused, match=r"blk\.0\.attn_q\.weight is Q3_K.*Q4_1"):
         load_gguf(str(tmp_path / "a.gguf"))

@@ -9,6 +9,7 @@ from engine.config import ModelConfig
 from engine.random_weights import random_weights
 from engine.roofline import (
     MachineRates,
+    StoredBits,
     calibrate,
     count_linear_flops,
     estimate_run,
@@ -32,6 +33,7 @@ CONFIG = ModelConfig(
 )
 RATES = MachineRates(bytes_per_s=1e9, flops_per_s=1e12)
 SLOW_FLOPS = MachineRates(bytes_per_s=1e12, flops_per_s=1e9)
+FLOAT32, BFLOAT16 = StoredBits(32, 32, 32), StoredBits(16, 16, 16)
 NUM_LAYER_WEIGHTS = 64 * 128 + 64 * 64 + 64 * 192 + 96 * 64
 
 
@@ -56,37 +58,45 @@ def build_step(
 
 def test_a_step_of_few_tokens_is_bound_by_reading_weights_and_keys() -> None:
     floor = estimate_step(
-        CONFIG, RATES, 2, build_step(decode=1, sampled=1, context=100, unique=100, pairs=100)
+        CONFIG, RATES, BFLOAT16, build_step(decode=1, sampled=1, context=100, unique=100, pairs=100)
     )
     assert floor.linear_s == pytest.approx(2 * NUM_LAYER_WEIGHTS * 2 / 1e9)
     assert floor.head_s == pytest.approx(64 * 1000 * 2 / 1e9)
     assert floor.attention_s == pytest.approx(2 * 2 * 2 * 16 * 2 * 100 / 1e9)
     assert floor.total_s == pytest.approx(sum(floor))
+    packed = estimate_step(
+        CONFIG, RATES, StoredBits(5.0, 8.5, 8), build_step(decode=1, sampled=1, context=100, unique=100)
+    )
+    assert packed.linear_s == pytest.approx(floor.linear_s * 5 / 16)
+    assert packed.head_s == pytest.approx(floor.head_s * 8.5 / 16)
+    assert packed.attention_s == pytest.approx(floor.attention_s / 2)
 
 
 def test_a_step_of_many_tokens_is_bound_by_multiplying() -> None:
     step = build_step(prefill=300, sampled=2, context=300, unique=300, pairs=45_150)
-    floor = estimate_step(CONFIG, SLOW_FLOPS, 4, step)
+    floor = estimate_step(CONFIG, SLOW_FLOPS, FLOAT32, step)
     assert floor.linear_s == pytest.approx(count_linear_flops(CONFIG, 300) / 1e9)
     assert floor.head_s == pytest.approx(2 * 2 * 64 * 1000 / 1e9)
     assert floor.attention_s == pytest.approx(4 * 2 * 4 * 16 * 45_150 / 1e9)
 
 
 def test_keys_that_sequences_share_are_read_once() -> None:
-    alone = estimate_step(CONFIG, RATES, 2, build_step(decode=8, context=800, unique=800, pairs=800))
-    shared = estimate_step(CONFIG, RATES, 2, build_step(decode=8, context=800, unique=200, pairs=800))
+    alone = estimate_step(CONFIG, RATES, BFLOAT16, build_step(decode=8, context=800, unique=800, pairs=800))
+    shared = estimate_step(CONFIG, RATES, BFLOAT16, build_step(decode=8, context=800, unique=200, pairs=800))
     assert shared.attention_s == pytest.approx(alone.attention_s / 4)
 
 
 def test_a_step_that_samples_nothing_needs_no_head() -> None:
-    assert estimate_step(CONFIG, RATES, 2, build_step(prefill=64)).head_s == 0.0
+    assert estimate_step(CONFIG, RATES, BFLOAT16, build_step(prefill=64)).head_s == 0.0
 
 
 def test_the_floor_of_a_run_is_that_of_its_steps() -> None:
     steps = [build_step(prefill=30, context=30, pairs=465), build_step(decode=3, context=90, pairs=90)]
-    floors = [estimate_step(CONFIG, RATES, 2, step) for step in steps]
-    assert estimate_run(CONFIG, RATES, 2, steps).total_s == pytest.approx(sum(f.total_s for f in floors))
-    assert estimate_run(CONFIG, RATES, 2, []).total_s == 0.0
+    floors = [estimate_step(CONFIG, RATES, BFLOAT16, step) for step in steps]
+    assert estimate_run(CONFIG, RATES, BFLOAT16, steps).total_s == pytest.approx(
+        sum(f.total_s for f in floors)
+    )
+    assert estimate_run(CONFIG, RATES, BFLOAT16, []).total_s == 0.0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,1 @@
+"""Weights into codes: the methods of `gristmill quantize`, and rounding at load."""
