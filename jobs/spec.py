@@ -98,6 +98,12 @@ class JobSpec(BaseModel):
         default=None, description="more failed rows than N or P% fail the job"
     )
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    quantization: Literal["auto", "none", "int4", "fp8", "int8"] = Field(
+        default="auto", description="of weights; not on the queue, where it is the worker's"
+    )
+    kv_dtype: Literal["auto", "fp8"] = Field(
+        default="auto", description="of the KV cache; not on the queue, where it is the worker's"
+    )
     if_exists: Literal["resume", "fail", "overwrite"] = "resume"
     shard_rows: int | None = Field(default=None, ge=1, le=10_000_000)
     regroup: Literal["auto", "never", "always"] = Field(
@@ -127,8 +133,8 @@ class JobSpec(BaseModel):
         """Every field that can change a row of the output, as plain JSON values: the spec's share of a job's
         identity.
 
-        Not here: inputs and model (they have fingerprints), output, dtype (part of the model's fingerprint),
-        and what only says how to run (max_errors, if_exists, shard_rows, regroup).
+        Not here: inputs and model (they have fingerprints), output, dtype, quantization and kv_dtype (part of the
+        model's fingerprint), and what only says how to run (max_errors, if_exists, shard_rows, regroup).
         """
         return self.model_dump(mode="json", exclude=_NOT_TEXT_FIELDS)
 
@@ -142,7 +148,17 @@ class JobSpec(BaseModel):
 
 
 _NOT_TEXT_FIELDS = {
-    *("input", "output", "model", "dtype", "max_errors", "if_exists", "shard_rows"),
+    *(
+        "input",
+        "output",
+        "model",
+        "dtype",
+        "quantization",
+        "kv_dtype",
+        "max_errors",
+        "if_exists",
+        "shard_rows",
+    ),
     "regroup",
     *("priority", "not_before", "deadline", "on_complete"),
 }

@@ -64,6 +64,12 @@ class SubmitStore(RetryStore):
                 raise RefusedError(f"{name} is {text!r}: it holds a character that is no text; remove it")
         if key is not None and not 0 < len(key) <= MAX_KEY_SIZE:
             raise RefusedError(f"the idempotency key has {len(key)} characters: give 1 to {MAX_KEY_SIZE}")
+        for name, text in {"quantization": spec.quantization, "kv_dtype": spec.kv_dtype}.items():
+            if text != "auto":
+                option = f"--{name.replace('_', '-')}"
+                raise RefusedError(
+                    f"{name} is {text!r}, which is a worker's choice: start workers with {option} {text}"
+                )
         with self._write() as (connection, now):
             values = {
                 "state": JobState.VALIDATING,

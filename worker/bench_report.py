@@ -11,12 +11,11 @@ import numpy as np
 
 from engine.config import ModelConfig
 from engine.request import EngineInfo
-from engine.roofline import MachineRates, estimate_run
+from engine.roofline import MachineRates, StoredBits, estimate_run
 from worker.bench_run import BenchRun, pick_median
 from worker.bench_workload import BenchRow
 from worker.report import LABEL_WIDTH, to_number_text, to_seconds_text, to_share_text
 
-VALUE_BYTES = {"bfloat16": 2, "float32": 4}
 PARTS = ("schedule", "build", "forward", "sample", "finish")
 Figures = dict[str, Any]
 
@@ -95,7 +94,9 @@ def to_occupancy_figures(run: BenchRun, info: EngineInfo) -> Figures:
 
 def to_roofline_figures(result: BenchResult, run: BenchRun) -> Figures:
     """The floor that this machine's measured rates set, over the time that the run took."""
-    floor = estimate_run(result.config, result.rates, VALUE_BYTES[result.info.dtype], run.steps)
+    info = result.info
+    bits = StoredBits(info.linear_bits, info.head_bits, info.kv_bits)
+    floor = estimate_run(result.config, result.rates, bits, run.steps)
     return {
         "fraction": floor.total_s / run.seconds,
         "floor_s": floor.total_s,

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint import load_checkpoint, resolve_dtype
+from engine.checkpoint import check_quantization, load_checkpoint, resolve_dtype
+from engine.config import EngineOptions
 from engine.errors import ModelRefused
 from engine.fingerprint import fingerprint
 from engine.null_engine import is_null_url, parse_null_url
@@ -22,6 +23,7 @@ from worker.model_cache import ModelCache, is_s3_uri
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 _GGUF = ".gguf"
 _DTYPES = ("float32", "bfloat16")
+DEFAULT_OPTIONS = EngineOptions()
 _HOW = "write --model NAME=PATH, like --model smollm2=models/smollm2-135m-instruct.gguf"
 
 
@@ -38,13 +40,17 @@ class CatalogEntry:
 class Catalog:
     """Models by name; each has an entry for the dtype that `auto` means here, first, and one for the other."""
 
-    def __init__(self, paths: dict[str, str]) -> None:
-        """`paths`: what is on this machine, by name. Raises RefusedError or ModelRefused."""
+    def __init__(self, paths: dict[str, str], engine_options: EngineOptions = DEFAULT_OPTIONS) -> None:
+        """`paths`: what is on this machine, by name; engine_options: of all of them, but for the dtype.
+
+        Raises RefusedError or ModelRefused.
+        """
         if not paths:
             raise RefusedError(f"no model to offer: {_HOW}, or --models FOLDER")
         self._paths = dict(sorted(paths.items()))
+        self._options = engine_options
         self._entries = tuple(
-            entry for name, path in self._paths.items() for entry in _load_entries(name, path)
+            entry for name, path in self._paths.items() for entry in _load_entries(name, path, engine_options)
         )
 
     @property
@@ -67,14 +73,17 @@ class Catalog:
     def check_unchanged(self, entry: CatalogEntry) -> None:
         """To be called before the engine loads it: raises ModelRefused when other weights lie there by now."""
         path = self._paths[entry.name]
-        if fingerprint(path, entry.dtype) != entry.fingerprint:
+        if _fingerprint(path, entry.dtype, self._options) != entry.fingerprint:
             raise ModelRefused(
                 f"model {entry.name} changed under {path} since this worker started: start the worker again"
             )
 
 
 def load_catalog(
-    models: Sequence[str], folders: Sequence[str] = (), cache: ModelCache | None = None
+    models: Sequence[str],
+    folders: Sequence[str] = (),
+    cache: ModelCache | None = None,
+    engine_options: EngineOptions = DEFAULT_OPTIONS,
 ) -> Catalog:
     """The catalog of `--model NAME=PATH` and `--models FOLDER` options; a model in S3 is copied to the cache.
 
@@ -89,7 +98,7 @@ def load_catalog(
                 f"two models are named {name} ({found[name]} and {place}): give each its own name"
             )
         found[name] = place
-    return Catalog({name: _to_local(place, cache) for name, place in found.items()})
+    return Catalog({name: _to_local(place, cache) for name, place in found.items()}, engine_options)
 
 
 def split_option(option: str) -> tuple[str, str]:
@@ -139,15 +148,19 @@ def _to_local(place: str, cache: ModelCache) -> str:
     return str(cache.fetch(place)) if is_s3_uri(place) else os.path.abspath(os.path.expanduser(place))
 
 
-def _load_entries(name: str, path: str) -> Iterable[CatalogEntry]:
+def _load_entries(name: str, path: str, options: EngineOptions) -> Iterable[CatalogEntry]:
     """The model's entries, after a look at its headers that refuses what can't be run."""
     if is_null_url(path):
         parse_null_url(path)  # it has no weights: one entry serves every dtype
-        yield CatalogEntry(name, "float32", ("auto", *_DTYPES), fingerprint(path, "float32"))
+        yield CatalogEntry(name, "float32", ("auto", *_DTYPES), _fingerprint(path, "float32", options))
         return
-    load_checkpoint(path)
+    check_quantization(load_checkpoint(path), options.quantization)
     usual = resolve_dtype("auto")
-    yield CatalogEntry(name, usual, ("auto", usual), fingerprint(path, usual))
+    yield CatalogEntry(name, usual, ("auto", usual), _fingerprint(path, usual, options))
     for dtype in _DTYPES:
         if dtype != usual:
-            yield CatalogEntry(name, dtype, (dtype,), fingerprint(path, dtype))
+            yield CatalogEntry(name, dtype, (dtype,), _fingerprint(path, dtype, options))
+
+
+def _fingerprint(path: str, dtype: str, options: EngineOptions) -> str:
+    return fingerprint(path, dtype, options.quantization, options.kv_dtype)

@@ -97,6 +97,8 @@ def bench(
     model: Model = None,
     shape: Shape = None,
     dtype: options.Dtype = None,
+    quantization: options.Quantization = None,
+    kv_dtype: options.KVDtype = None,
     kv_blocks: KVBlocks = None,
     kv_cache_mib: KVCacheMib = None,
     max_num_seqs: MaxNumSeqs = None,
@@ -121,6 +123,8 @@ def bench(
     }  # fmt: skip
     engine_options = EngineOptions(
         dtype=dtype or "auto",
+        quantization=quantization or "auto",
+        kv_dtype=kv_dtype or "auto",
         max_num_batched_tokens=max_batched_tokens,
         max_num_seqs=max_num_seqs,
         kv_cache_bytes=None if kv_cache_mib is None else kv_cache_mib << 20,

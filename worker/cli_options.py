@@ -78,6 +78,16 @@ Dtype = Annotated[
     Literal["auto", "bfloat16", "float32"] | None,
     typer.Option(help="Default auto: bfloat16 where the machine is fast at it."),
 ]
+Quantization = Annotated[
+    Literal["auto", "none", "int4", "fp8", "int8"] | None,
+    typer.Option(
+        help="Of weights. Default auto: as the files have them; none: in the dtype; else made at load."
+    ),
+]
+KVDtype = Annotated[
+    Literal["auto", "fp8"] | None,
+    typer.Option("--kv-dtype", help="Of the KV cache; default auto: the dtype."),
+]
 IfExists = Annotated[
     Literal["resume", "fail", "overwrite"] | None,
     typer.Option(help="What to do with an output folder that holds a job; default resume."),

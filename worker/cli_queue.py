@@ -97,6 +97,8 @@ def worker(
             " GRISTMILL_ALLOW_URIS, separated by commas.",
         ),
     ] = None,
+    quantization: options.Quantization = None,
+    kv_dtype: options.KVDtype = None,
     database_url: DatabaseUrl = None,
     broker_url: BrokerUrl = None,
 ) -> int:
@@ -109,6 +111,8 @@ def worker(
             model_folders=tuple(models or ()),
             max_models=max_models,
             allow=tuple(allow_uri or ()),
+            quantization=quantization or "auto",
+            kv_dtype=kv_dtype or "auto",
             database_url=database_url,
             broker_url=broker_url,
         )

@@ -20,12 +20,10 @@ from typing import Any
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
-from engine.checkpoint import load_checkpoint, resolve_dtype
-from engine.errors import EngineError
-from engine.fingerprint import fingerprint
-from engine.null_engine import is_null_url, parse_null_url
+from engine.checkpoint import resolve_dtype
 from jobs.database import database_url
 from worker.doctor_check import Check
+from worker.doctor_model import check_model, to_size_lines, to_size_payload
 from worker.doctor_services import check_database, check_services
 
 MIN_PYTHON = (3, 11)
@@ -34,7 +32,7 @@ MIN_MEMORY_BYTES = 2 << 30
 MIN_DISK_BYTES = 1 << 30
 LIBRARIES = (
     *("tokenizers", "numpy", "jinja2", "msgpack", "pyarrow", "pydantic", "sqlalchemy", "alembic"),
-    *("psycopg", "celery", "redis", "boto3"),
+    *("psycopg", "celery", "redis", "boto3", "safetensors"),
 )
 
 
@@ -146,27 +144,6 @@ def check_disk(folder: Path) -> Check:
     return Check("disk", "ok", detail)
 
 
-def check_model(model: str) -> Check:
-    """What the model is and whether it can be run, from its headers alone."""
-    dtype = resolve_dtype("auto")
-    try:
-        if is_null_url(model):
-            parse_null_url(model)
-            return Check("model", "ok", f"{model}, no weights, fingerprint {fingerprint(model, dtype)}")
-        checkpoint = load_checkpoint(model)
-        mark = fingerprint(model, dtype)
-    except EngineError as error:
-        return Check(
-            "model", "fail", str(error), "give a Hugging Face folder with safetensors, or a GGUF file"
-        )
-    config = checkpoint.config
-    detail = (
-        f"{config.architecture}, {checkpoint.format} {checkpoint.quantization}, {config.num_layers} layers, "
-        f"context {config.context_size} tokens, dtype {dtype}, fingerprint {mark}"
-    )
-    return Check("model", "ok", detail)
-
-
 def load_state_folder(url: str | None) -> Path:
     """The folder of the SQLite file; the user's home where the database is none or the URL can't be read."""
     try:
@@ -211,16 +188,25 @@ def to_size_text(size_bytes: int) -> str:
 
 
 def to_checks_text(checks: Iterable[Check]) -> str:
-    """One line a check, its remedy under it."""
+    """One line a check, its remedy or a model's sizes under it."""
     lines = []
     for check in checks:
         lines.append(f"{check.state:<4}  {check.name:<15}  {check.detail}")
         if check.remedy and check.state != "ok":
             lines.append(f"{'':<21}-> {check.remedy}")
+        if check.size is not None:
+            lines += [f"{'':<23}{line}" for line in to_size_lines(check.size)]
     return "\n".join(lines)
 
 
 def to_checks_payload(checks: Iterable[Check]) -> dict[str, Any]:
-    listed = [asdict(check) for check in checks]
+    """Plain values; only a model that has weights has a `size`."""
+    listed = [_to_plain(check) for check in checks]
     states = {check["state"] for check in listed}
     return {"state": next((s for s in ("fail", "warn") if s in states), "ok"), "checks": listed}
+
+
+def _to_plain(check: Check) -> dict[str, Any]:
+    fields = asdict(check)
+    del fields["size"]
+    return fields if check.size is None else fields | {"size": to_size_payload(check.size)}

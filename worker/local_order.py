@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from engine.checkpoint import load_checkpoint, resolve_dtype
+from engine.checkpoint import check_quantization, load_checkpoint, resolve_dtype
 from engine.fingerprint import fingerprint
 from engine.null_engine import is_null_url, parse_null_url
 from jobs.errors import JobsError
@@ -62,8 +62,8 @@ def load_order(spec: JobSpec) -> LocalOrder:
     if is_null_url(spec.model):
         parse_null_url(spec.model)
     else:
-        load_checkpoint(spec.model)
-    model_fingerprint = fingerprint(spec.model, resolve_dtype(spec.dtype))
+        check_quantization(load_checkpoint(spec.model), spec.quantization)
+    model_fingerprint = fingerprint(spec.model, resolve_dtype(spec.dtype), spec.quantization, spec.kv_dtype)
     return LocalOrder(
         spec=spec,
         sources=sources,

@@ -190,7 +190,11 @@ class LocalRun:
     @contextmanager
     def _start_engine(self) -> Iterator[EngineClient]:
         """An engine process that begins to load its model; it is gone at the end, whatever happens."""
-        client = EngineClient(self._order.spec.model, EngineOptions(dtype=self._order.spec.dtype))
+        spec = self._order.spec
+        engine_options = EngineOptions(
+            dtype=spec.dtype, quantization=spec.quantization, kv_dtype=spec.kv_dtype
+        )
+        client = EngineClient(spec.model, engine_options)
         try:
             client.start()
             yield client

@@ -50,6 +50,8 @@ class WorkerOptions:
     models: tuple[str, ...] = ()  # NAME=PATH
     model_folders: tuple[str, ...] = ()
     max_models: int = 1  # loaded at once
+    quantization: str = "auto"
+    kv_dtype: str = "auto"
     allow: tuple[str, ...] = ()
     database_url: str | None = None
     broker_url: str | None = None
@@ -67,12 +69,17 @@ def run_worker(options: WorkerOptions) -> int:
     engine_timeout_s = load_seconds("GRISTMILL_ENGINE_TIMEOUT_S", ENGINE_TIMEOUT_S)
     with StopSignals() as signals:
         try:
-            catalog = wait_for(lambda: load_catalog(options.models, options.model_folders))
+            engine_options = EngineOptions(quantization=options.quantization, kv_dtype=options.kv_dtype)
+            catalog = wait_for(
+                lambda: load_catalog(options.models, options.model_folders, engine_options=engine_options)
+            )
             database = database_url(options.database_url)
             with wait_for(lambda: open_store(database, lease_s=lease_s)) as store:
                 check_endpoints(allow)
                 bell = Bell(url)
-                mill = build_mill(store, catalog, allow, bell, options.max_models, lease_s, engine_timeout_s)
+                mill = build_mill(
+                    store, catalog, allow, bell, options.max_models, engine_options, lease_s, engine_timeout_s
+                )
                 return serve(mill, store, catalog, url, bell, signals)
         except KeyboardInterrupt:
             return signals.exit_code
@@ -84,6 +91,7 @@ def build_mill(
     allow: Sequence[str],
     bell: Bell,
     max_models: int,
+    engine_options: EngineOptions,
     lease_s: float,
     engine_timeout_s: float,
 ) -> Mill:
@@ -95,7 +103,7 @@ def build_mill(
         catalog,
         allow=allow,
         max_models=max_models,
-        engine_options=EngineOptions(),
+        engine_options=engine_options,
         ring=bell.ring,
         lease_s=lease_s,
         engine_timeout_s=engine_timeout_s,

@@ -51,6 +51,14 @@ def test_a_submitted_job_waits_to_be_planned(store: Store, clock: Clock, out: Pa
     assert store.jobs_to_plan() == [job.job_id]
 
 
+@pytest.mark.parametrize(("field", "value"), [("quantization", "int4"), ("kv_dtype", "fp8")])
+def test_what_is_a_workers_choice_is_refused(store: Store, out: Path, field: str, value: str) -> None:
+    flag = f"--{field.replace('_', '-')} {value}"
+    with pytest.raises(RefusedError, match=f"a worker's choice: start workers with {flag}"):
+        store.submit_job(build_spec(str(out), **{field: value}), "key-1")
+    assert store.jobs_to_plan() == []
+
+
 def test_one_key_is_one_job(store: Store, out: Path) -> None:
     first = store.submit_job(build_spec(str(out)), "key-1")
     again = store.submit_job(build_spec(str(out / "other")), "key-1")

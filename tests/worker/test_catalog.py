@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.checkpoint import load_checkpoint, resolve_dtype
+from engine.config import EngineOptions
 from engine.errors import ModelRefused
 from engine.fingerprint import fingerprint
 from jobs.errors import RefusedError, SourceUnavailable
@@ -52,6 +53,19 @@ def test_a_model_has_an_entry_for_auto_and_one_for_the_other_dtype(tiny: Path) -
     assert other.accepts == (other.dtype,)
     for entry in (usual, other):
         assert entry.fingerprint == fingerprint(str(tiny / "tiny-0.5"), entry.dtype)
+
+
+def test_a_workers_settings_are_part_of_the_fingerprints(tiny: Path) -> None:
+    model = [f"t={tiny / 'tiny-0.5'}"]
+    plain, packed = (
+        load_catalog(model),
+        load_catalog(model, engine_options=EngineOptions(quantization="int8")),
+    )
+    for a, b in zip(plain.entries(), packed.entries(), strict=True):
+        assert a.fingerprint != b.fingerprint
+        packed.check_unchanged(b)
+        with pytest.raises(ModelRefused, match="changed"):
+            packed.check_unchanged(a)
 
 
 def test_a_folder_gives_its_gguf_files_and_model_folders_by_name(tiny: Path, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from worker.doctor import (
     check_kernels_package,
     check_libraries,
     check_memory,
-    check_model,
     check_python,
     check_torch,
     load_available_memory_bytes,
@@ -31,6 +30,7 @@ from worker.doctor import (
     to_checks_text,
 )
 from worker.doctor_check import Check
+from worker.doctor_model import check_model
 from worker.doctor_services import check_broker, check_database, check_object_store, check_services
 
 AVX2_FLAGS = "avx2 fma f16c bmi1 bmi2 abm movbe"
@@ -180,9 +180,13 @@ def test_the_payload_tells_the_worst_state(states: list[str], worst: str) -> Non
     assert [check["state"] for check in payload["checks"]] == states
 
 
-def test_doctor_imports_no_torch(repo_root: Path) -> None:
-    code = "import sys, worker.doctor as d; d.run_checks('null:', None); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=repo_root, check=False).returncode == 0
+def test_doctor_imports_no_torch(repo_root: Path, smollm2_path: str) -> None:
+    code = (
+        "import sys, worker.doctor as d; checks = d.run_checks(sys.argv[1], None); "
+        "sys.exit(checks[-1].size is None or 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, smollm2_path]
+    assert subprocess.run(command, cwd=repo_root, check=False).returncode == 0
 
 
 def test_the_state_folder_is_that_of_the_sqlite_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
