@@ -1,7 +1,7 @@
 """The `gristmill` command: turns words into a JobSpec or a job reference and calls the part that does it.
 
 Imports nothing heavy at module level, and never torch: `gristmill status` answers at once. The commands of the
-queue are in cli_queue.py, `bench` is in cli_bench.py.
+queue are in cli_queue.py; `bench`, `compare` and `quantize` have files of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import typer
 
 from worker import cli_options as options
 from worker.cli_bench import bench
+from worker.cli_compare import compare
 from worker.cli_options import AsJson, BrokerUrl, DatabaseUrl, JobReference, build_spec, load_job, open_jobs
+from worker.cli_quantize import quantize
 from worker.cli_queue import add_queue_commands
 from worker.console import EXIT_FAILED, print_out, run_guarded, to_json
 from worker.version import load_version
@@ -63,6 +65,8 @@ def run(
     on_too_long: options.OnTooLong = None,
     max_errors: options.MaxErrors = None,
     dtype: options.Dtype = None,
+    quantization: options.Quantization = None,
+    kv_dtype: options.KVDtype = None,
     if_exists: options.IfExists = None,
     shard_rows: options.ShardRows = None,
     regroup: options.Regroup = None,
@@ -76,8 +80,8 @@ def run(
         "input": input, "output": output, "model": model, "prompt": prompt, "messages": messages,
         "system": system, "max_tokens": max_tokens, "seed": seed, "stop": stop, "input_format": input_format,
         "output_format": output_format, "limit": limit, "on_null": on_null, "on_too_long": on_too_long,
-        "max_errors": max_errors, "dtype": dtype, "if_exists": if_exists, "shard_rows": shard_rows,
-        "regroup": regroup,
+        "max_errors": max_errors, "dtype": dtype, "quantization": quantization, "kv_dtype": kv_dtype,
+        "if_exists": if_exists, "shard_rows": shard_rows, "regroup": regroup,
     }  # fmt: skip
     spec = build_spec(fields, sampling, prompt_file, keep)
     return run_local(spec, database_url, build_display(sys.stderr))
@@ -145,6 +149,8 @@ def doctor(
 
 
 app.command()(bench)
+app.command()(compare)
+app.command()(quantize)
 
 
 def run_cli(words: Sequence[str]) -> int:

@@ -56,7 +56,7 @@ def test_help_names_every_command(invoke: Invoke) -> None:
     code, out, err = invoke("--help")
     assert (code, err) == (0, "")
     names = ("run", "submit", "worker", "resume", "retry", "workers", "migrate", "clean")
-    for name in (*names, "list", "status", "cancel", "schema", "doctor"):
+    for name in (*names, "list", "status", "cancel", "schema", "doctor", "bench", "compare", "quantize"):
         assert f"\n  {name} " in out
 
 
