@@ -121,7 +121,13 @@ def run_workload(client: EngineClient, info: EngineInfo, name: str, rows: list[F
 
 def run_gristmill(args: argparse.Namespace) -> list[Figures]:
     """Start the engine process, warm it up on four tokens, time each workload."""
-    client = EngineClient(args.model, EngineOptions(dtype=args.dtype, num_threads=args.threads))
+    options = EngineOptions(
+        dtype=args.dtype,
+        quantization=args.quantization,
+        max_num_seqs=args.max_num_seqs,
+        num_threads=args.threads,
+    )
+    client = EngineClient(args.model, options)
     start = time.perf_counter()
     client.start()
     try:
@@ -131,7 +137,8 @@ def run_gristmill(args: argparse.Namespace) -> list[Figures]:
         figures = []
         for name in args.workloads:
             figures.append(run_workload(client, info, name, load_workload(name, args.rows)))
-            figures[-1] |= {"ready_s": ready_s, "engine": asdict(info) | {"model": Path(args.model).name}}
+            figures[-1] |= {"quantization": args.quantization, "ready_s": ready_s}
+            figures[-1] |= {"engine": asdict(info) | {"model": Path(args.model).name}}
             print(json.dumps(figures[-1]), flush=True)
         return figures
     finally:
@@ -206,7 +213,9 @@ def print_table(ours: list[Figures], peers: list[Figures]) -> None:
                 line["ratio"] = round(mine["out_tok_s"] / line["out_tok_s"], 2)
                 note = f"{line['ratio']:.2f} times as fast"
                 note += f" *{line['rows']} rows" if line["rows"] != mine["rows"] else ""
-            name = line["peer"] + (f" {line['dtype']}" if line is mine else "")
+            name = line["peer"]
+            if line is mine:
+                name += f" {mine['dtype']}" + (", stored codes" if mine["quantization"] == "auto" else "")
             cells = (line["wl"], name, line["rows"], line["prompt_tok"], line.get("cached_tok", "-"))
             rest = (line["out_tok"], line["secs"], line["out_tok_s"], line["peak_rss_gb"], note)
             print(" ".join(str(cell).rjust(width) for cell, width in zip(cells + rest, widths, strict=True)))
@@ -236,6 +245,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="models/smollm2-135m-instruct.gguf", help="GGUF file of SmolLM2")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument(
+        "--quantization",
+        default="none",
+        choices=["none", "auto"],
+        help="none: dequantized weights, which is what the peers have; auto: as the file has them",
+    )
+    parser.add_argument("--max-num-seqs", type=int, help="rows that run together; default: the engine's")
     parser.add_argument("--workloads", default="ABC")
     parser.add_argument("--rows", type=int, default=0, help="only the first rows of each workload; 0: all")
     parser.add_argument("--peer-dtype", default="both", choices=["bfloat16", "float32", "both", "none"])

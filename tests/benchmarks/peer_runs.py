@@ -20,14 +20,16 @@ Figures = dict[str, Any]
 
 
 class Peer(NamedTuple):
-    """A system under one set of settings. workloads: those that it is meant for."""
+    """A system under one set of settings. workloads: those that it is meant for; note: what the table says of it."""
 
     name: str
     environment: str | None  # None: Gristmill's own
-    dtype: str
+    dtype: str  # of the weights
     script: tuple[str, ...]
     settings: Mapping[str, str]
     workloads: str = "ABC"
+    computes_in: str = ""  # what its script reports; empty: the dtype of the weights
+    note: str = ""
 
 
 class PeerFailed(Exception):
@@ -35,41 +37,45 @@ class PeerFailed(Exception):
 
 
 OPENVINO_PRECISION = {"float32": "f32", "bfloat16": "bf16"}
+CODES = "q4_1"  # the weights as the GGUF file has them, against one that can run them too
+DTYPES = (*OPENVINO_PRECISION, CODES)
+PEER_NAMES = ("gristmill", "vllm", "openvino", "openvino-primed", "transformers", "llama")
 
 
 def list_peers(names: list[str], dtypes: list[str]) -> list[Peer]:
     """All peers of these names in each dtype, Gristmill first."""
-    found = []
-    for dtype in dtypes:
-        precision = {"DTYPE": dtype, "PREC": OPENVINO_PRECISION[dtype]}
-        # Its cache is in 8 bits unless told otherwise; beside float32 it must be float32.
-        openvino = precision | ({"KV": "f32"} if dtype == "float32" else {})
-        known = {
-            "gristmill": Peer("gristmill", None, dtype, ("bench.py",), {}),
-            "vllm": Peer("vllm", "vllm", dtype, ("peers/bench_vllm.py",), precision),
-            "openvino": Peer("openvino", "openvino", dtype, ("peers/bench_ov.py", "ov-fp16"), openvino),
-            # The first row alone, then the others: the user's knowledge of the shared prefix, not the engine's.
-            "openvino-primed": Peer(
-                "openvino-primed",
-                "openvino",
-                dtype,
-                ("peers/bench_ov.py", "ov-fp16"),
-                openvino | {"PRIME": "1", "TAG": "-primed"},
-                "A",
-            ),
-            "transformers": Peer(
-                "transformers",
-                "transformers",
-                dtype,
-                ("peers/bench_hf.py", "static"),
-                precision | {"BS": "32"},
-            ),
-        }
-        found += [known[name] for name in known if name in names]
-    return found
+    known = [peer for dtype in dtypes for peer in (_code_peers() if dtype == CODES else _float_peers(dtype))]
+    return [peer for peer in known if peer.name in names]
 
 
-PEER_NAMES = ("gristmill", "vllm", "openvino", "openvino-primed", "transformers")
+def _float_peers(dtype: str) -> list[Peer]:
+    """Those that compute with the dequantized weights."""
+    precision = {"DTYPE": dtype, "PREC": OPENVINO_PRECISION[dtype]}
+    # Its cache is in 8 bits unless told otherwise; beside float32 it must be float32.
+    openvino = precision | ({"KV": "f32"} if dtype == "float32" else {})
+    primed = openvino | {"PRIME": "1", "TAG": "-primed"}
+    return [
+        Peer("gristmill", None, dtype, ("bench.py", "--dtype", dtype, "--quantization", "none"), {}),
+        Peer("vllm", "vllm", dtype, ("peers/bench_vllm.py",), precision),
+        Peer("openvino", "openvino", dtype, ("peers/bench_ov.py", "ov-fp16"), openvino),
+        # The first row alone, then the others: the user's knowledge of the shared prefix, not the engine's.
+        Peer("openvino-primed", "openvino", dtype, ("peers/bench_ov.py", "ov-fp16"), primed, "A"),
+        Peer(
+            "transformers", "transformers", dtype, ("peers/bench_hf.py", "static"), precision | {"BS": "32"}
+        ),
+    ]
+
+
+def _code_peers() -> list[Peer]:
+    """Those that compute with the file's own codes. On C both may hold one row only, elsewhere what they like."""
+    ours = ("bench.py", "--dtype", "float32", "--quantization", "auto")
+    exact = {"computes_in": "float32", "note": "the file's codes, float32 activations and cache"}
+    rounded = "the file's codes, 8-bit activations, float16 cache"
+    return [
+        Peer("gristmill", None, CODES, ours, {}, "AB", **exact),
+        Peer("gristmill", None, CODES, (*ours, "--max-num-seqs", "1"), {}, "C", **exact),
+        Peer("llama", "llama", CODES, ("peers/bench_llama.py",), {"DTYPE": CODES}, note=rounded),
+    ]
 
 
 def prepare_peer(peer: Peer, work: Path) -> None:
@@ -112,7 +118,7 @@ def run_peer(
         if peer.environment is None:
             python = sys.executable
             env["PYTHONPATH"] = str(HERE.parents[1])
-            arguments = ["--model", model, "--dtype", peer.dtype, "--workloads", workloads]
+            arguments = [*peer.script[1:], "--model", model, "--workloads", workloads]
             arguments += ["--rows", str(num_rows), "--peer-dtype", "none", "--output", os.devnull]
             arguments += ["--threads", str(threads)] if threads else []
         else:
