@@ -51,8 +51,10 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The engine's and kernels' tests use all cores; the others mostly wait for services, so two processes share them.
 test: lint  ## lint and all tests but the long ones
-	$(PYTEST) -m 'not long'
+	$(PYTEST) -m 'not long' tests/engine tests/kernels
+	OMP_NUM_THREADS=1 $(PYTEST) -m 'not long' -n 2 --dist loadfile --ignore tests/engine --ignore tests/kernels tests
 
 test-long: setup  ## the tests that take minutes
 	$(PYTEST) -m long
@@ -60,7 +62,7 @@ test-long: setup  ## the tests that take minutes
 bench: setup  ## engine throughput beside transformers; BENCH_FLAGS="--rows 8" for a quick look
 	$(BIN)/python tests/benchmarks/bench.py --model $(MODEL) $(BENCH_FLAGS)
 
-bench-peers: setup  ## beside vLLM, OpenVINO and transformers, each in .peers/; BENCH_FLAGS="--rows 8 --repeat 1" for a quick look
+bench-peers: setup  ## beside vLLM, OpenVINO, transformers, llama.cpp, each in .peers/; BENCH_FLAGS="--rows 8 --repeat 1" for a quick look
 	$(BIN)/python tests/benchmarks/bench_peers.py --model $(MODEL) $(BENCH_FLAGS)
 
 bench-null: setup  ## the pipeline without an engine: a million rows through null:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,12 @@ from tests.server_process import MissingServerError, Server
 from tests.servers import PostgresServer, RedisServer, S3Server, running
 
 S = TypeVar("S", bound=Server)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of pytest-xdist ignore Ctrl-C, and so would every program that a test starts."""
+    if hasattr(config, "workerinput"):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
