@@ -23,13 +23,18 @@ class Link:
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.ends = (client, server)
         self.loses_reply = False
+        self._is_over = threading.Lock()  # taken by whoever ends it first: a pump that wakes may not close a reset
 
     def reset(self) -> None:
+        if not self._is_over.acquire(blocking=False):
+            return
         for end in self.ends:
             _reset(end)
 
     def close(self) -> None:
         """Ends both sides in peace: what was forwarded arrives."""
+        if not self._is_over.acquire(blocking=False):
+            return
         for end in self.ends:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
