@@ -40,16 +40,13 @@ struct Int4 {
     static constexpr int STEP = 8;  // k of one step
     static constexpr int64_t STEP_BYTES = STEP / 2 * NR;
     static constexpr bool IS_PADDED = true;
-    static constexpr bool MAY_SCALE_BY_HALVES = true;
     static constexpr float UNIT = 1;
     static constexpr float ZERO = 8;  // the code of 0 where there are no offsets
 
-    // The number of k + i times 16^i, for i = 7 itself: a mask and no shift. Factors of x, all powers of two, undo it.
     static GM_INLINE vf load(const char* step, int half, int i) {
-        const vu lanes = load_bits(step + half * 4 * W);
-        return __builtin_convertvector((vi)(i < 7 ? lanes & (15u << 4 * i) : lanes >> 28), vf);
+        const vu lanes = load_bits(step + half * 4 * W) >> 4 * i;
+        return __builtin_convertvector((vi)(i < 7 ? lanes & 15 : lanes), vf);
     }
-    static GM_INLINE float factor_of_x(int i) { return i < 7 ? 1.0f / (1 << 4 * i) : 1.0f; }
 
     static float load_one(const char* codes, int64_t k, int64_t column) {
         uint32_t lane;
@@ -63,14 +60,12 @@ struct Int8 {
     static constexpr int STEP = 4;
     static constexpr int64_t STEP_BYTES = STEP * NR;
     static constexpr bool IS_PADDED = false;
-    static constexpr bool MAY_SCALE_BY_HALVES = true;
     static constexpr float UNIT = 1;
     static constexpr float ZERO = 0;
 
     static GM_INLINE vf load(const char* step, int half, int i) {
         return __builtin_convertvector(load_bytes(step + i * NR + half * W), vf);
     }
-    static GM_INLINE float factor_of_x(int) { return 1; }
 
     static float load_one(const char* codes, int64_t k, int64_t column) { return (int8_t)codes[k * NR + column]; }
 };
@@ -81,7 +76,6 @@ struct Fp8 {
     static constexpr int STEP = 4;
     static constexpr int64_t STEP_BYTES = STEP * NR;
     static constexpr bool IS_PADDED = false;
-    static constexpr bool MAY_SCALE_BY_HALVES = true;
     static constexpr float UNIT = 256;  // what numbers must be multiplied by
     static constexpr float ZERO = 0;
 
@@ -102,7 +96,6 @@ struct Fp8 {
         return x;
 #endif
     }
-    static GM_INLINE float factor_of_x(int) { return 1; }
 
     static float load_one(const char* codes, int64_t k, int64_t column) {
         const int code = codes[k * NR + column];
@@ -110,24 +103,16 @@ struct Fp8 {
     }
 };
 
-// Float32 numbers as the structs above load them, of a panel that was unpacked: [k][NR].
-struct Numbers {
-    static constexpr int STEP = 4;
-    static constexpr int64_t STEP_BYTES = STEP * NR * sizeof(float);
-    static constexpr bool IS_PADDED = false;
-    static constexpr bool MAY_SCALE_BY_HALVES = false;
-    static constexpr float UNIT = 1;
-
-    static GM_INLINE vf load(const char* step, int half, int i) {
-        return gm::load((const float*)step + i * NR + half * W);
-    }
-};
+// How many k n neighbouring ones take, where those of int4 end with a whole lane.
+template <class Codes>
+GM_INLINE int64_t padded(int64_t n) {
+    return Codes::IS_PADDED ? (n + Codes::STEP - 1) / Codes::STEP * Codes::STEP : n;
+}
 
 // Bytes of the codes of n neighbouring k of a panel.
 template <class Codes>
 GM_INLINE int64_t codes_bytes(int64_t n) {
-    if (Codes::IS_PADDED) n = (n + Codes::STEP - 1) / Codes::STEP * Codes::STEP;
-    return n * Codes::STEP_BYTES / Codes::STEP;
+    return padded<Codes>(n) * Codes::STEP_BYTES / Codes::STEP;
 }
 
 }  // namespace gm

@@ -80,6 +80,21 @@ def test_a_product_does_not_depend_on_the_other_rows(kernels: CpuKernels, kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_codes_give_the_bits_of_the_float32_weights_they_stand_for(
+    kernels: CpuKernels, kind: Kind, has_offsets: bool
+) -> None:
+    for group_size in (8, 32, 40, WHOLE_ROW):
+        weight = random_quantized(kind, (57, 300), group_size, torch.float16, has_offsets)
+        codes, floats = Linear(weight, kernels=kernels), Linear(weight.dequantize(), kernels=kernels)
+        assert isinstance(codes.runners[0], CodesLinear) and isinstance(floats.runners[0], PanelLinear)
+        assert torch.equal(codes.take_rows(torch.arange(57)), weight.dequantize())
+        for rows in (1, 2, 3, 6, 7, 40, 200):
+            x = random(rows, 300, seed=rows)
+            assert torch.equal(codes(x), floats(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_many_rows_are_multiplied(kernels: CpuKernels, kind: Kind) -> None:
     weight, x = random_quantized(kind, (40, 128), 64), random(1024, 128)
     assert_product(Linear(weight, kernels=kernels)(x), x, weight.dequantize())
