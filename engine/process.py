@@ -38,7 +38,8 @@ PROGRESS_S = 0.25  # at least this often while the loop is alive; the worker's h
 
 _BUSY_PROGRESS_S = 0.05  # steps that finish no row report no more often than this
 _RECEIVE_BYTES = 1 << 18
-_GC_THRESHOLD = 50_000  # rows are thousands of objects and no cycles: fewer searches for those
+# Rows are millions of objects and no cycles: few searches of the young ones for those, hardly any of all.
+GC_THRESHOLDS = (50_000, 10, 1_000)
 _SWITCH_S = 0.0005  # the other threads run Python, and a step takes the interpreter back after each kernel
 _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE_CHARS = 500
@@ -186,7 +187,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(arguments.parent or os.getppid())
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    gc.set_threshold(_GC_THRESHOLD)
+    gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(_SWITCH_S)
     connection = socket.socket(fileno=arguments.fd)
     connection.set_inheritable(False)  # a grandchild holding it would hide this process's end from the worker

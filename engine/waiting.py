@@ -6,8 +6,9 @@ prefix the decode-heavy ones come first: the prompts of the prefill-heavy ones t
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 from engine.prefix import PrefixNode
 from engine.sequence import Sequence
@@ -63,68 +64,73 @@ def plan_order(sequences: list[Sequence], expected_output: Callable[[Sequence], 
 
     Linear in the rows and in the tree's nodes above them, but for sorting each node's branches.
     """
-    rows: defaultdict[PrefixNode | None, list[Sequence]] = defaultdict(list)
+    top = _Branch(None)
+    branches: dict[PrefixNode | None, _Branch] = {}
     for sequence in sequences:
-        rows[sequence.prefix_leaf].append(sequence)
-    children, tops = _children_of(rows)
-    density = _Densities(rows, children, expected_output)
-    ordered: list[Sequence] = []
-    stack: list[PrefixNode | None] = sorted(tops, key=density.of_node)
+        branch = branches.get(sequence.prefix_leaf)
+        if branch is None:
+            branch = _grow(branches, top, sequence.prefix_leaf)
+        branch.rows.append(sequence)
+    walk: list[_Branch] = []
+    stack = [top]
     while stack:
-        node = stack.pop()
-        ordered += sorted(rows.get(node, ()), key=density.of_row, reverse=True)
-        stack += sorted(children.get(node, ()), key=density.of_node)
+        branch = stack.pop()
+        walk.append(branch)
+        stack += branch.branches
+    for branch in reversed(walk):  # what grows out of a branch comes before it
+        branch.add_up(expected_output)
+    ordered: list[Sequence] = []
+    stack = [top]
+    while stack:
+        branch = stack.pop()
+        ordered += branch.rows
+        stack += branch.branches
     return ordered
 
 
-def _children_of(
-    rows: dict[PrefixNode | None, list[Sequence]],
-) -> tuple[dict[PrefixNode | None, list[PrefixNode]], list[PrefixNode | None]]:
-    """The part of the tree that lies above the rows: each node's children, and the nodes without a parent."""
-    children: defaultdict[PrefixNode | None, list[PrefixNode]] = defaultdict(list)
-    seen: set[PrefixNode | None] = set()
-    tops: list[PrefixNode | None] = []
-    for leaf in rows:
-        node = leaf
-        while node not in seen:
-            seen.add(node)
-            if node is None or node.parent is None:
-                tops.append(node)
-                break
-            children[node.parent].append(node)
-            node = node.parent
-    return children, tops
+class _Branch:
+    """A node of the tree: the rows that end there, and the branches of those that go on."""
+
+    __slots__ = ("branches", "density", "node", "num_output", "num_prompt", "rows")
+
+    def __init__(self, node: PrefixNode | None) -> None:
+        self.node = node
+        self.rows: list[Sequence] = []
+        self.branches: list[_Branch] = []
+        self.num_output = self.num_prompt = 0  # tokens that are expected, and to compute, here and further on
+        self.density = 0.0
+
+    def add_up(self, expected_output: Callable[[Sequence], int]) -> None:
+        """Sums over rows and branches, and puts both in order: rows as they run, branches the other way round."""
+        node = self.node
+        if node is not None:
+            self.num_prompt = node.end - node.filled_end + len(self.rows)
+        else:
+            self.num_prompt = sum(row.num_prompt_tokens for row in self.rows)
+        for row in self.rows:
+            self.num_output += expected_output(row)
+        for branch in self.branches:
+            self.num_output += branch.num_output
+            self.num_prompt += branch.num_prompt
+        self.density = self.num_output / max(1, self.num_prompt)
+        if len(self.rows) > 1:
+            self.rows.sort(key=lambda row: expected_output(row) / row.num_prompt_tokens, reverse=True)
+        self.branches.sort(key=_density)
 
 
-class _Densities:
-    """Expected output tokens for each prompt token to compute, of rows and of all rows below a node."""
+_density = attrgetter("density")
 
-    def __init__(
-        self,
-        rows: dict[PrefixNode | None, list[Sequence]],
-        children: dict[PrefixNode | None, list[PrefixNode]],
-        expected_output: Callable[[Sequence], int],
-    ) -> None:
-        self._expected_output = expected_output
-        self._nodes: dict[PrefixNode | None, float] = {}
-        sums: defaultdict[PrefixNode | None, list[int]] = defaultdict(lambda: [0, 0])  # output, prompt
-        nodes = {*rows, *children}
-        for node in sorted(
-            nodes, key=lambda n: -1 if n is None else n.end, reverse=True
-        ):  # the deepest first
-            total = sums[node]
-            for row in rows.get(node, ()):
-                total[0] += expected_output(row)
-                total[1] += 1 if node is not None else row.num_prompt_tokens
-            if node is not None:
-                total[1] += node.end - node.filled_end
-                if node.parent is not None:
-                    sums[node.parent][0] += total[0]
-                    sums[node.parent][1] += total[1]
-            self._nodes[node] = total[0] / max(1, total[1])
 
-    def of_node(self, node: PrefixNode | None) -> float:
-        return self._nodes[node]
-
-    def of_row(self, row: Sequence) -> float:
-        return self._expected_output(row) / row.num_prompt_tokens
+def _grow(branches: dict[PrefixNode | None, _Branch], top: _Branch, node: PrefixNode | None) -> _Branch:
+    """The node's branch, new, on those above it, as far as they are new too."""
+    grown = branch = branches[node] = _Branch(node)
+    while branch.node is not None and branch.node.parent is not None:
+        parent = branches.get(branch.node.parent)
+        if parent is not None:
+            parent.branches.append(branch)
+            return grown
+        parent = branches[branch.node.parent] = _Branch(branch.node.parent)
+        parent.branches.append(branch)
+        branch = parent
+    top.branches.append(branch)
+    return grown

@@ -23,7 +23,7 @@ class Link:
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.ends = (client, server)
         self.loses_reply = False
-        self._is_over = threading.Lock()  # taken by whoever ends it first: a pump that wakes may not close a reset
+        self._is_over = threading.Lock()  # taken by whoever ends it first: no pump that wakes closes a reset
 
     def reset(self) -> None:
         if not self._is_over.acquire(blocking=False):

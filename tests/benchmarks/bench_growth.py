@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from bench import HERE, load_machine
 
+from engine.process import GC_THRESHOLDS
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -48,6 +49,7 @@ def make_wave(first: int, num_rows: int, order: np.ndarray) -> list[Sequence]:
 
 def measure(num_rows: int, wave_rows: int) -> dict[str, float]:
     """Seconds to add all rows, wave by wave, and to plan the order and the first step. Making the rows is not timed."""
+    gc.set_threshold(*GC_THRESHOLDS)
     order = np.random.default_rng(3).permutation(num_rows)
     scheduler = Scheduler(num_blocks=8192, max_num_seqs=256, max_num_batched_tokens=1024)
     added_s, slowest_s, cpu_s = 0.0, 0.0, 0.0

@@ -26,7 +26,7 @@ MIN_AGREEMENT, MAX_GAP = 0.95, 0.2
 
 def generate(model: str, dtype: str, rows: list[dict], cpu_kernels: str) -> list[list[int]]:
     """Greedy tokens of the rows, all of them at once as in a job."""
-    engine = build_engine(model, EngineOptions(dtype=dtype, cpu_kernels=cpu_kernels))
+    engine = build_engine(model, EngineOptions(dtype=dtype, quantization="none", cpu_kernels=cpu_kernels))
     engine.add(
         [
             Request(i, array("I", row["ids"]), SamplingParams(max_tokens=row["max_tokens"], ignore_eos=True))
