@@ -9,12 +9,14 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import cast
 
 import torch
 
-from engine.checkpoint import check_quantization, load_checkpoint, resolve_dtype
+from engine.checkpoint import Checkpoint, check_quantization, load_checkpoint, resolve_dtype
 from engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
 from engine.engine import Engine
 from engine.errors import ModelRefused
@@ -27,7 +29,7 @@ from engine.request import EngineInfo
 from engine.scheduler import Scheduler
 from engine.tokenizer import Tokenizer, load_tokenizer
 from engine.weights import Weight, dequantized, iterate_weights, load_part, quantized
-from kernels.cpu_features import CAPS, has_level
+from kernels.cpu_features import CAPS, cap_level, detect_level, has_level
 from kernels.cpu_library import CpuKernels, load_cpu_kernels
 from kernels.linear import can_pack
 from kernels.ops import KVCache, KVScales
@@ -40,6 +42,8 @@ MAX_NUM_BATCHED_TOKENS = 1024  # of a step: on CPUs more gains nothing
 MIN_NUM_BATCHED_TOKENS = 64
 MAX_STEP_S = 10.0  # a slow model takes smaller steps: the worker hears of the engine between them
 MAX_MEMORY_SHARE = 0.4  # of what is free, for the KV cache; memory is taken when blocks are first used
+MAX_CODES_SEQS = 8  # up to so many rows at once codes are faster than bfloat16 on any CPU: they are fewer bytes
+MAX_UNPACKED_SHARE = 0.3  # of what is free, for weights that could stay in codes
 
 
 def build_engine(model: str, options: EngineOptions) -> Engine:
@@ -49,12 +53,39 @@ def build_engine(model: str, options: EngineOptions) -> Engine:
     dtype: torch.dtype = getattr(torch, resolve_dtype(options.dtype))
     tokenizer = load_tokenizer(model)
     check_quantization(checkpoint, options.quantization)
+    if unpacks_codes(checkpoint, dtype, options):
+        options = replace(options, quantization="none")
     weights = choose_weights(checkpoint.config, iterate_weights(checkpoint, dtype), dtype, options)
     scales = None
     if options.kv_dtype == "fp8":
         found = {name: load_part(source) for name, source in checkpoint.extras.items() if is_kv_scale(name)}
         scales = to_kv_scales(found, checkpoint.config, model)
     return assemble_engine(checkpoint.config, weights, tokenizer, options, model, started, scales)
+
+
+def unpacks_codes(checkpoint: Checkpoint, dtype: torch.dtype, options: EngineOptions) -> bool:
+    """Whether weights in codes are held as bfloat16 all the same: for many rows, on a CPU that multiplies bfloat16.
+
+    Codes are multiplied in float32, which such a CPU does far more slowly; where it has only float32, they stay.
+    """
+    num_seqs = options.max_num_seqs or MAX_NUM_SEQS
+    has_choice = options.quantization == "auto" and checkpoint.is_quantized and dtype == torch.bfloat16
+    level = cap_level(detect_level(), _cpu_cap(options))
+    if not has_choice or num_seqs <= MAX_CODES_SEQS or not has_level(level, "avx512_bf16"):
+        return False
+    num_bytes = dtype.itemsize * sum(prod(source.shape) for source in checkpoint.tensors.values())
+    free_bytes = int(available_bytes() * MAX_UNPACKED_SHARE)
+    if num_bytes > free_bytes:
+        logger.info(
+            "weights stay in codes: as bfloat16, faster for more than %d rows, they take %d MB, and %d are to be had",
+            MAX_CODES_SEQS, num_bytes >> 20, free_bytes >> 20,
+        )  # fmt: skip
+        return False
+    logger.info(
+        "weights in codes are held as bfloat16, %d MB, faster for more than %d rows",
+        num_bytes >> 20, MAX_CODES_SEQS,
+    )  # fmt: skip
+    return True
 
 
 def choose_weights(

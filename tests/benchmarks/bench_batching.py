@@ -114,7 +114,7 @@ def hold_slots(rows: list[BenchRow], slots: int) -> list[BenchRow]:
     """The rows of each batch made as long as its longest: what a static batch computes, finished rows included."""
     batches = [rows[first : first + slots] for first in range(0, len(rows), slots)]
     return [
-        row._replace(max_tokens=max(other.max_tokens for other in batch))
+        replace(row, max_tokens=max(other.max_tokens for other in batch))
         for batch in batches
         for row in batch
     ]

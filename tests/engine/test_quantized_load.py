@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from engine import build
 from engine.checkpoint import load_checkpoint
 from engine.config import EngineOptions
 from engine.errors import ModelRefused
@@ -55,6 +56,30 @@ def test_none_makes_numbers_of_codes_and_auto_keeps_them(folder, tmp_path):
     if auto.info.cpu_kernels != "none":
         assert auto.info.linear_bits < 32.0
     assert generate(auto, PROMPTS, 12) == generate(none, PROMPTS, 12)
+
+
+def test_codes_become_bfloat16_for_many_rows_where_the_cpu_multiplies_it_and_memory_allows(
+    folder, tmp_path, monkeypatch, caplog
+):
+    path = str(build_tiny_gguf(folder, tmp_path / "m.gguf", "Q4_1"))
+
+    def bits(**options):
+        return load_engine(path, **options).info.linear_bits
+
+    if load_engine(path).info.cpu_kernels == "none":
+        pytest.skip("codes are held as floats without the C++ kernels")
+    monkeypatch.setattr(build, "detect_level", lambda: "avx2")
+    assert bits(dtype="bfloat16") < 8
+    monkeypatch.setattr(build, "detect_level", lambda: "amx")
+    caplog.set_level("INFO")
+    assert bits(dtype="bfloat16") == 16
+    assert "held as bfloat16" in caplog.text
+    assert bits(dtype="bfloat16", max_num_seqs=build.MAX_CODES_SEQS) < 8
+    assert bits(dtype="bfloat16", cpu_kernels="avx512") < 8
+    assert bits(dtype="float32") < 8
+    monkeypatch.setattr(build, "available_bytes", lambda: 100_000)
+    assert bits(dtype="bfloat16") < 8
+    assert "weights stay in codes" in caplog.text
 
 
 def test_codes_are_not_quantized_again_and_what_no_group_size_fits_is_refused(folder, tmp_path):
