@@ -42,7 +42,7 @@ MAX_NUM_BATCHED_TOKENS = 1024  # of a step: on CPUs more gains nothing
 MIN_NUM_BATCHED_TOKENS = 64
 MAX_STEP_S = 10.0  # a slow model takes smaller steps: the worker hears of the engine between them
 MAX_MEMORY_SHARE = 0.4  # of what is free, for the KV cache; memory is taken when blocks are first used
-MAX_CODES_SEQS = 8  # up to so many rows at once codes are faster than bfloat16 on any CPU: they are fewer bytes
+MAX_CODES_SEQS = 8  # up to so many rows at once, codes are faster than bfloat16: they are fewer bytes
 MAX_UNPACKED_SHARE = 0.3  # of what is free, for weights that could stay in codes
 
 
