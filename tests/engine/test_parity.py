@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from engine.scoring import Forced, Scorer
 from tests.engine.parity import Oracle, generate, load_engine, rebuild
 from tests.engine.tiny_models import build_tiny_model
 
@@ -70,6 +71,20 @@ def test_smollm2_equals_transformers(smollm2, smollm2_oracle, prefix_cache, chun
     outputs = generate(engine, prompts, 16, alone=alone, preempt=preempt)
     smollm2_oracle.check_equal(prompts, outputs)
     assert (engine.counters().num_cached_tokens > 0) == (prefix_cache and not alone)
+
+
+@pytest.mark.parametrize("step_tokens", [1, 64])
+def test_codes_give_the_logits_of_the_dequantized_weights(smollm2_path, smollm2_oracle, step_tokens):
+    engine = load_engine(smollm2_path, max_num_seqs=1, max_num_batched_tokens=step_tokens)
+    if engine.info.cpu_kernels != "none":
+        assert engine.info.linear_bits <= 5.0 and engine.info.head_bits == 8.5  # no copy in numbers
+    [ids] = workload_prompts([90])
+    logits = engine.runner.model.logits(Scorer(engine, len(ids)).hidden([Forced(ids[:30], ids[30:])]))
+    with torch.inference_mode():
+        expected = smollm2_oracle.model(torch.tensor([ids])).logits[0, 29:-1]
+    error = float((logits - expected).abs().max() / expected.abs().max())
+    print(f"steps of {step_tokens} tokens: logits are {error:.1e} of the largest away")
+    assert error <= 1e-4
 
 
 def test_without_the_compiled_kernels_torchs_give_the_same_text(smollm2_path, smollm2_oracle, caplog):
