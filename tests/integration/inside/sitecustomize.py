@@ -3,6 +3,7 @@
 TEST_HOST is the machine's name, so that only a lease tells whether a worker on another one is alive. TEST_ROW_LOG
 gets a line for each row that a null engine begins: time, machine, process, prompt. While the file TEST_ILLNESS is
 there, engines die at their next step: an ill machine. tests/integration/devices.py sets these and reads the log.
+TEST_BROKER_WAIT_S is how long a worker waits for a message before it asks the broker again: one second otherwise.
 """
 
 from __future__ import annotations
@@ -44,5 +45,13 @@ def set_up() -> None:
         watch_rows(os.environ["TEST_ROW_LOG"], os.environ["TEST_ILLNESS"])
 
 
+def wait_for_messages(seconds: float) -> None:
+    from kombu.transport.redis import Transport
+
+    Transport.brpop_timeout = seconds
+
+
 if "TEST_HOST" in os.environ:
     set_up()
+if "TEST_BROKER_WAIT_S" in os.environ and "worker.cli" in sys.orig_argv:
+    wait_for_messages(float(os.environ["TEST_BROKER_WAIT_S"]))
