@@ -123,9 +123,16 @@ def check_stops(cluster: Cluster, num_rows: int, shard_rows: int, num_cancels: i
     job_id = cluster.submit("in.jsonl", "out", shard_rows=shard_rows)
     took: list[float] = []
     num_kept = []
+    kept: set[int] = set()
     size = 0
+
+    def assert_kept() -> None:
+        again = {run.row for run in devices.runs(size)} & kept
+        assert not again, f"{len(again)} committed rows ran again"
+
     for i in range(num_cancels):
         cluster.wait_rows(job_id, num_rows * (i + 1) // (num_cancels + 2))
+        assert_kept()
         took += cancel(cluster, devices, job_id)
         kept = {row["row_index"] for row in read_rows(cluster.place("out"), cluster.s3)}
         assert len(kept) == cluster.progress(job_id)["completed"] < num_rows
@@ -133,14 +140,10 @@ def check_stops(cluster: Cluster, num_rows: int, shard_rows: int, num_cancels: i
         num_kept.append(len(kept))
         size = devices.log_size
         assert resume(cluster, job_id) == "in_progress"
-        assert resume(cluster, job_id) == "in_progress"
-        cluster.wait_started(job_id)
-        again = {run.row for run in devices.runs(size)} & kept
-        assert not again, f"{len(again)} committed rows ran again"
+        assert resume(cluster, job_id) in ("in_progress", "completed")  # rows may be faster
     cluster.wait_done(job_id, 240.0)
     cluster.assert_whole(job_id, expected)
-    again = {run.row for run in devices.runs(size)} & kept
-    assert not again, f"{len(again)} committed rows ran again"
+    assert_kept()
     before = read_files(cluster.place("out"), cluster.s3), cluster.attempts(job_id), cluster.job(job_id)
     assert resume(cluster, job_id) == "completed"
     num_run = len(devices.runs())
@@ -180,7 +183,7 @@ def test_a_worker_on_an_ill_machine_ends_and_blames_no_row(cluster: Cluster) -> 
 
 @SHORT
 def test_a_cancelled_job_goes_on_where_it_was(cluster: Cluster) -> None:
-    check_stops(cluster, num_rows=400, shard_rows=20, num_cancels=1, num_workers=1)
+    check_stops(cluster, num_rows=800, shard_rows=20, num_cancels=1, num_workers=1)
 
 
 @LONG
