@@ -141,7 +141,7 @@ class Engine:
         """Appends each slot's token; the sequences that reached an end leave."""
         now, slots = time.monotonic(), self.scheduler.slots
         slots.append_tokens(sampled, tokens, now)
-        is_eos = np.isin(tokens, self.tokenizer.eos_token_ids) & ~slots.ignore_eos[sampled]
+        is_eos = (tokens[:, None] == self.tokenizer.eos_token_ids).any(1) & ~slots.ignore_eos[sampled]
         is_full = slots.num_tokens[sampled] >= slots.max_total[sampled]
         finished = []
         for i in np.flatnonzero(is_eos | is_full | slots.needs_checks[sampled]).tolist():

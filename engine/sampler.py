@@ -55,8 +55,10 @@ class SamplingRows:
         )
 
 
-def sampling_rows(slots: Slots, chosen: NDArray[np.int64]) -> SamplingRows:
-    """The rows of these slots."""
+def sampling_rows(slots: Slots, chosen: NDArray[np.int64]) -> SamplingRows | None:
+    """The rows of these slots; None where all are greedy and nothing changes their logits."""
+    if not (slots.kind[chosen].any() or slots.has_penalties[chosen].any()):
+        return None
     penalized = tuple(
         PenalizedRow(
             int(row),
@@ -79,13 +81,13 @@ def sampling_rows(slots: Slots, chosen: NDArray[np.int64]) -> SamplingRows:
 
 
 def sample(
-    logits: Tensor, rows: SamplingRows, argmax: Callable[[Tensor], Tensor] = lambda x: x.argmax(-1)
+    logits: Tensor, rows: SamplingRows | None, argmax: Callable[[Tensor], Tensor] = lambda x: x.argmax(-1)
 ) -> NDArray[np.int64]:
-    """One token id per row. logits: [num_rows, vocab_size]; may be changed in place."""
+    """One token id per row. logits: [num_rows, vocab_size]; may be changed in place. rows: of sampling_rows."""
+    if rows is None:
+        return argmax(logits).numpy()
     for penalized in rows.penalized:
         _apply_penalties(logits[penalized.row], penalized)
-    if not rows.kind.any():
-        return argmax(logits).numpy()
     tokens = np.empty(len(rows.kind), dtype=np.int64)
     for kind in np.unique(rows.kind).tolist():
         chosen = np.flatnonzero(rows.kind == kind)

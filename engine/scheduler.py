@@ -277,12 +277,13 @@ class Scheduler:
         allocated = self.pool.num_used * BLOCK_SIZE
         computed = s.num_computed[step.slots]
         unfilled = (s.num_blocks[running] * BLOCK_SIZE - s.num_computed[running]).sum() - step.num_new.sum()
-        prompt_part = np.clip(s.num_prompt[step.slots] - computed, 0, step.num_new).sum()
+        prompt_left = np.maximum(s.num_prompt[step.slots] - computed, 0)
         scheduled = int(step.num_new.sum())
         self._counters = replace(
             c,
             num_steps=c.num_steps + 1,
-            num_computed_prompt_tokens=c.num_computed_prompt_tokens + int(prompt_part),
+            num_computed_prompt_tokens=c.num_computed_prompt_tokens
+            + int(np.minimum(prompt_left, step.num_new).sum()),
             num_output_tokens=c.num_output_tokens
             + int((s.num_tokens[step.slots] - computed == step.num_new).sum()),
             num_preemptions=c.num_preemptions + step.num_preempted,

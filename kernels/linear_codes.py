@@ -166,8 +166,11 @@ class CodesLinear:
     def take_rows(self, ids: Tensor) -> Tensor:
         """Rows of W: [n, in_features] float32. ids: [n] int64, from 0 to out_features - 1."""
         assert not self.is_gated, "gated weights hold the rows of two matrices"
-        assert ids.numel() == 0 or (ids.min() >= 0 and ids.max() < self.out_features), "an id beyond the rows"
         ids = ids.contiguous()
+        array = ids.numpy()
+        assert not len(array) or (array.min() >= 0 and array.max() < self.out_features), (
+            "an id beyond the rows"
+        )
         out = torch.empty(len(ids), self.in_features)
         self._take(self._reference, ids.data_ptr(), len(ids), out.data_ptr())
         return out

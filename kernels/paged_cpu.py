@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu_library import CpuKernels
-from kernels.paged_plan import BLOCK_SIZE, plan_positions, plan_segments, plan_tiles
+from kernels.paged_plan import BLOCK_SIZE, decodes_on, grow_arrays, plan_arrays
 from kernels.zeros import zeros_on_use
 
 if TYPE_CHECKING:
@@ -91,9 +91,10 @@ class PagedStorage:
 class PagedPlan:
     """A step's tiles of rows and the segments each sees; `arrays` owns what the addresses in `args` point to."""
 
+    batch: AttentionBatch
     num_tokens: int
     args: AttendArgs
-    arrays: tuple[NDArray[Any], ...]
+    arrays: dict[str, NDArray[Any]]
 
 
 def supports(head_dim: int) -> bool:
@@ -114,6 +115,7 @@ class PagedCpu:
         self._copy_blocks.argtypes = [_P, _P, _I, _I]
         for function in (self._attend, self._append, self._copy_blocks):
             function.restype = None
+        self._last: PagedPlan | None = None
 
     def allocate_kv(
         self,
@@ -166,23 +168,16 @@ class PagedCpu:
     def plan(self, batch: AttentionBatch, block_size: int) -> PagedPlan:
         """Cuts a step into tiles of rows and lists what each tile sees."""
         assert block_size == BLOCK_SIZE
-        num_tokens = int(batch.query_start_loc[-1])
-        positions = plan_positions(batch)
-        tile_starts = plan_tiles(batch.query_start_loc, torch.get_num_threads())
-        segments, segment_starts, costs = plan_segments(batch, positions, tile_starts)
-        tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
-        arrays: dict[str, NDArray[Any]] = {
-            "block_tables": tables,
-            "positions": positions.astype(np.int32),
-            "tile_starts": tile_starts.astype(np.int32),
-            "tile_order": np.argsort(-costs, kind="stable").astype(np.int32),
-            "segment_starts": segment_starts,
-            "segments": segments,
-        }
+        last = self._last
+        if last is not None and decodes_on(batch, last.batch):
+            arrays = grow_arrays(last.arrays, batch)
+        else:
+            arrays = plan_arrays(batch, torch.get_num_threads())
         args = AttendArgs(**{name: array.ctypes.data for name, array in arrays.items()})
-        args.num_tiles, args.table_stride = len(costs), tables.shape[1]
+        args.num_tiles, args.table_stride = len(arrays["tile_order"]), arrays["block_tables"].shape[1]
         args.window = batch.sliding_window or 0
-        return PagedPlan(num_tokens, args, tuple(arrays.values()))
+        self._last = PagedPlan(batch, int(batch.query_start_loc[-1]), args, arrays)
+        return self._last
 
     def attend(
         self, storage: PagedStorage, layer: int, qkv: Tensor, plan: PagedPlan, scale: float, num_heads: int

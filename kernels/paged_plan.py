@@ -18,6 +18,44 @@ _SEGMENT = np.dtype(
 )
 
 
+def plan_arrays(batch: AttentionBatch, num_threads: int) -> dict[str, NDArray[Any]]:
+    """The arrays of AttendArgs (kernels/cpu/attention.h) that describe a step, by their names there."""
+    positions = plan_positions(batch)
+    tile_starts = plan_tiles(batch.query_start_loc, num_threads)
+    segments, segment_starts, costs = plan_segments(batch, positions, tile_starts)
+    return {
+        "block_tables": np.ascontiguousarray(batch.block_tables, dtype=np.int32),
+        "positions": positions.astype(np.int32),
+        "tile_starts": tile_starts.astype(np.int32),
+        "tile_order": np.argsort(-costs, kind="stable").astype(np.int32),
+        "segment_starts": segment_starts,
+        "segments": segments,
+    }
+
+
+def decodes_on(batch: AttentionBatch, last: AttentionBatch) -> bool:
+    """Whether each sequence has one row, and is what it was in the last step but for one more token."""
+    num_sequences = len(batch.seq_lens)
+    return (
+        num_sequences == len(last.seq_lens) == batch.query_start_loc[-1]
+        and batch.groups is last.groups
+        and batch.sliding_window == last.sliding_window
+        and np.array_equal(batch.query_start_loc, last.query_start_loc)
+        and np.array_equal(batch.seq_lens, last.seq_lens + 1)
+    )
+
+
+def grow_arrays(arrays: dict[str, NDArray[Any]], batch: AttentionBatch) -> dict[str, NDArray[Any]]:
+    """plan_arrays(batch) from those of the last step, after which the batch decodes on: a tenth of the work.
+
+    Only the order of the tiles may differ from a plan of its own.
+    """
+    segments = arrays["segments"].copy()
+    segments["num_keys"] += segments["row_end"] - segments["row_begin"] == 1  # not those of groups
+    tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
+    return {**arrays, "block_tables": tables, "positions": arrays["positions"] + 1, "segments": segments}
+
+
 def plan_positions(batch: AttentionBatch) -> NDArray[np.int64]:
     """Each row's place in its sequence: the rows of a sequence are its last tokens."""
     starts = batch.query_start_loc
