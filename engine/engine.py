@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from engine.config import BLOCK_SIZE
-from engine.model import MAX_HEAD_ROWS
 from engine.model_runner import ModelInput, ModelRunner
 from engine.request import Completion, EngineCounters, EngineInfo, Request
 from engine.sampler import sample, sampling_rows
@@ -126,16 +125,15 @@ class Engine:
 
     @torch.inference_mode()
     def _sample(self, hidden: torch.Tensor, sampled: NDArray[np.int64]) -> NDArray[np.int64]:
-        rows = sampling_rows(self.scheduler.slots, sampled)
-        model = self.runner.model
-        if len(sampled) <= MAX_HEAD_ROWS:
-            return sample(model.logits(hidden), rows, model.pointwise.argmax)
-        tokens = []
-        for start in range(0, len(sampled), MAX_HEAD_ROWS):
-            chosen = sampled[start : start + MAX_HEAD_ROWS]
-            logits = model.logits(hidden[start : start + MAX_HEAD_ROWS])
-            tokens.append(sample(logits, sampling_rows(self.scheduler.slots, chosen), model.pointwise.argmax))
-        return np.concatenate(tokens)
+        model, slots, num_rows = self.runner.model, self.scheduler.slots, len(sampled)
+        tokens = np.empty(num_rows, np.int64)
+        num_parts = -(-num_rows // model.max_head_rows)
+        for i in range(num_parts):
+            part = slice(i * num_rows // num_parts, (i + 1) * num_rows // num_parts)
+            logits = model.logits(hidden[part])
+            tokens[part] = sample(logits, sampling_rows(slots, sampled[part]), model.pointwise.argmax)
+            del logits  # before the next ones are made
+        return tokens
 
     def _finish(self, sampled: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[Sequence]:
         """Appends each slot's token; the sequences that reached an end leave."""

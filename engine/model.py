@@ -25,7 +25,10 @@ from kernels.quantized import QuantizedTensor
 
 Packed = TypeVar("Packed", Linear, GatedLinear)
 Weight = Tensor | QuantizedTensor
-MAX_HEAD_ROWS = 256  # logits are made for so many tokens at a time: 256 x 49,152 float32 are 50 MB
+# Logits are made for few enough tokens at a time that malloc keeps their memory for the next ones: it gives larger
+# pieces back to the system, and clearing fresh pages takes a fifth of the time of making logits.
+MAX_LOGITS_BYTES = 32 << 20
+MIN_HEAD_ROWS = 64  # but not so few that reading the head's weights takes the time
 
 
 class Model:
@@ -59,6 +62,7 @@ class Model:
         self.final_norm = loader.pop_tensor("model.norm.weight").to(self.dtype)
         head = embedding if config.tie_embeddings else loader.pop("lm_head.weight")
         self.head = Linear(head, None, kernels)
+        self.max_head_rows = max(MIN_HEAD_ROWS, MAX_LOGITS_BYTES // (4 * config.vocab_size))
         # A tied head that is held in codes has the embeddings, too.
         self.embedding = None if head is embedding and self.head.has_rows else embedding
 
@@ -83,8 +87,8 @@ class Model:
         return x[: len(slot_mapping)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[num_tokens, vocab_size] of hidden: [num_tokens, hidden_size]; at most MAX_HEAD_ROWS tokens."""
-        assert len(hidden) <= MAX_HEAD_ROWS, f"{len(hidden)} rows for the head, at most {MAX_HEAD_ROWS}"
+        """[num_tokens, vocab_size] of hidden: [num_tokens, hidden_size]; at most max_head_rows tokens."""
+        assert len(hidden) <= self.max_head_rows, f"{len(hidden)} rows for the head of {self.max_head_rows}"
         normed = self._norm(hidden, self.final_norm)
         padding = self.padded_rows(len(hidden)) - len(hidden)
         if padding:
@@ -114,7 +118,7 @@ class Model:
         """Runs every row count once through one layer and the head, so that no step waits for code generation."""
         for rows in warm_sizes(max_rows, self.head.any_rows):
             self._run_linears(rows)
-        for rows in warm_sizes(min(max_rows, MAX_HEAD_ROWS), self.head.any_rows):
+        for rows in warm_sizes(min(max_rows, self.max_head_rows), self.head.any_rows):
             self.logits(torch.zeros(rows, self.config.hidden_size, dtype=self.dtype))
 
     def _embed(self, input_ids: Tensor) -> Tensor:
