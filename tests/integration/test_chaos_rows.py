@@ -94,10 +94,10 @@ def check_illness(cluster: Cluster, num_rows: int, shard_rows: int) -> None:
 
 
 def cancel(cluster: Cluster, devices: Devices, job_id: str) -> tuple[float, float]:
-    """`gristmill cancel`; the seconds until the job is cancelled, and until the engine's last row of it."""
-    since = time.time()
+    """`gristmill cancel`; from its end, the seconds until the job is cancelled, and the engine's last row of it."""
     done = cluster.run("cancel", job_id)
     assert done.returncode == 0, done.stderr
+    since = time.time()
     cluster.wait_done(job_id, 30.0, state="cancelled")
     size, finished_s = devices.log_size, cluster.job(job_id)["finished_at"] - since
     wait_until(lambda: time.time() > since + CANCEL_S, 30.0, "any late row would have begun")

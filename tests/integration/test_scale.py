@@ -70,7 +70,10 @@ def run_ten_jobs(cluster: Cluster, factor: int, delay_ms: float) -> None:
         expected[job_id] = rows
     watch = IdleWatch(cluster)
     jobs = wait_all(cluster, len(expected), 240.0, watch.look)
-    assert jobs[0]["num_rows"] == SMALL, [(job["num_rows"], job["finished_at"]) for job in jobs]
+    # What the two engines held when it came may end before it, and nothing else.
+    assert SMALL in [job["num_rows"] for job in jobs[:3]], [
+        (job["num_rows"], job["finished_at"]) for job in jobs
+    ]
     for job_id, rows in expected.items():
         cluster.assert_whole(job_id, rows)
     print(

@@ -11,8 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset
+from sqlalchemy import update
 
 from jobs import parts
+from jobs.models import jobs
 from jobs.owner import Owner, current_owner
 from jobs.part_schema import build_part_schema
 from jobs.parts import strip_errors, write_attempt
@@ -56,6 +58,12 @@ def build_plan(*shard_rows: int) -> Plan:
         shards.append(ShardRange(index, 0, first, rows, rows, first * 10, rows * 10))
         first += rows
     return Plan(tuple(shards), first)
+
+
+def change_job(store: Store, job: JobRecord, **values: Any) -> None:
+    """Writes these columns of the job."""
+    with store._write() as (connection, _):
+        connection.execute(update(jobs).where(jobs.c.id == job.job_id).values(values))
 
 
 def create_job(

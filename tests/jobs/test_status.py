@@ -9,24 +9,28 @@ from typing import Any
 
 from sqlalchemy import insert, update
 
-from jobs.models import jobs, shards, workers
+from jobs.models import shards, workers
 from jobs.owner import Owner, current_owner
 from jobs.records import JobRecord
 from jobs.stats import JobStats
 from jobs.storage import Storage
 from jobs.store import Store
-from tests.jobs.cases import ELSEWHERE, OTHER_PLACE, Clock, claim_or_fail, create_job, dead_owner, run_all
+from tests.jobs.cases import (
+    ELSEWHERE,
+    OTHER_PLACE,
+    Clock,
+    change_job,
+    claim_or_fail,
+    create_job,
+    dead_owner,
+    run_all,
+)
 
 
 def submit(store: Store, out: Path, *shard_rows: int) -> JobRecord:
     job = create_job(store, out, *shard_rows)
     change_job(store, job, runner="workers")
     return job
-
-
-def change_job(store: Store, job: JobRecord, **values: Any) -> None:
-    with store._write() as (connection, _):
-        connection.execute(update(jobs).where(jobs.c.id == job.job_id).values(values))
 
 
 def add_worker(store: Store, owner: Owner, model: str = "null:", **values: Any) -> None:

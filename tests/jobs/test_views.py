@@ -21,6 +21,7 @@ from jobs.store import Store, open_store
 from tests.jobs.cases import (
     ELSEWHERE,
     Clock,
+    change_job,
     claim_or_fail,
     commit_rows,
     create_job,
@@ -40,11 +41,6 @@ IN_CONTAINER = Owner("mill-7/4026531836", "boot", 7, 7)
 def read_view(store: Store, view: str, where: str = "") -> list[dict[str, Any]]:
     with store._read() as (connection, _):
         return [dict(row) for row in connection.execute(text(f"SELECT * FROM {view} {where}")).mappings()]
-
-
-def change_job(store: Store, job: JobRecord, **values: Any) -> None:
-    with store._write() as (connection, _):
-        connection.execute(update(jobs).where(jobs.c.id == job.job_id).values(values))
 
 
 def check_same(store: Store, job: JobRecord) -> dict[str, Any]:

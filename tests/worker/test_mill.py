@@ -17,6 +17,7 @@ from jobs.records import JobRecord
 from jobs.spec import load_spec
 from jobs.states import JobState
 from jobs.store import Store, open_store
+from tests.jobs.cases import change_job
 from worker.catalog import load_catalog
 from worker.mill import Mill
 
@@ -155,8 +156,10 @@ def test_a_cancelled_job_is_resumed_without_computing_a_committed_row_again(yard
 
 
 def test_a_job_past_its_deadline_keeps_what_is_done(yard: Yard) -> None:
-    job = yard.submit(20_000, deadline="4s")
+    job = yard.submit(20_000, deadline="1h")
     yard.start_mill()
+    yard.wait(lambda: yard.store.status(job.job_id).completed > 0)
+    change_job(yard.store, job, deadline_at=0.0)
     status = yard.wait_state(job, JobState.EXPIRED)
     assert 0 < status.completed == len(yard.row_indexes(job)) < 20_000
     assert status.not_run == 20_000 - status.completed
