@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.config import ModelConfig
 from engine.errors import ModelRefused
@@ -67,24 +68,41 @@ class Model:
         self.embedding = None if head is embedding and self.head.has_rows else embedding
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, cache: ops.KVCache, plan: Any
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        cache: ops.KVCache,
+        plan: Any,
+        kept: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the last layer, before the final norm.
 
         input_ids, positions: [padded_tokens] int64; slot_mapping: [num_tokens]; rows after num_tokens are padding.
+        kept: the tokens whose hidden states are wanted, ascending int64, [num_kept, hidden_size] then. The last layer
+        gives the others keys and values and nothing else.
         """
-        c = self.config
+        c, num_tokens = self.config, len(slot_mapping)
         x = self._embed(input_ids)
-        if self._compiled is not None and len(x) == len(slot_mapping):
-            self._compiled.run(x, cache.storage, self.rope, positions, slot_mapping, plan, self.scale)
-            return x
+        if kept is not None and len(kept) == num_tokens:
+            kept = None
+        if self._compiled is not None and len(x) == num_tokens:
+            return self._compiled.run(
+                x, cache.storage, self.rope, positions, slot_mapping, plan, self.scale, kept
+            )
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(self._norm(x, layer.input_norm))
             cache.append(index, qkv, self.rope, positions, slot_mapping, c.num_heads, layer.head_norms)
             attended = cache.attend(index, qkv, plan, self.scale, c.num_heads)
+            if kept is not None and index == c.num_layers - 1:
+                num_tokens = len(kept)
+                if not num_tokens:
+                    return x[:0]
+                kept = functional.pad(kept, (0, self.padded_rows(num_tokens) - num_tokens))
+                attended, x = attended[kept], x[kept]
             x = layer.output.add(attended, x)
             x = layer.down.add(layer.gated(self._norm(x, layer.mlp_norm)), x)
-        return x[: len(slot_mapping)]
+        return x[:num_tokens]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_tokens, vocab_size] of hidden: [num_tokens, hidden_size]; at most max_head_rows tokens."""
@@ -92,7 +110,7 @@ class Model:
         normed = self._norm(hidden, self.final_norm)
         padding = self.padded_rows(len(hidden)) - len(hidden)
         if padding:
-            normed = torch.nn.functional.pad(normed, (0, 0, 0, padding))
+            normed = functional.pad(normed, (0, 0, 0, padding))
         return self.head(normed)[: len(hidden)]
 
     @property

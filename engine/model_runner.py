@@ -74,14 +74,14 @@ class ModelRunner:
         """Hidden states [num_sampled, hidden_size] of the tokens to sample from; writes the KV cache."""
         if len(model_input.copies):
             self.cache.copy_blocks(model_input.copies)
-        hidden = self.model.forward(
+        return self.model.forward(
             model_input.input_ids,
             model_input.positions,
             model_input.slot_mapping,
             self.cache,
             model_input.plan,
+            model_input.logits_indices,
         )
-        return hidden.index_select(0, model_input.logits_indices)
 
     def _attention(
         self, step: ScheduledStep, slots: Slots, starts: NDArray[np.int64], computed: NDArray[np.int64]

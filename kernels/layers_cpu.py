@@ -68,8 +68,8 @@ class _LayersArgs(ctypes.Structure):
 
     _fields_ = [
         *((name, _P) for name in ("layers", "append", "attend")),
-        *((name, _P) for name in ("x", "normed", "qkv", "attended", "inner")),
-        *((name, _I) for name in ("num_layers", "num_rows", "hidden_size", "kv_layer_bytes")),
+        *((name, _P) for name in ("x", "normed", "qkv", "attended", "inner", "kept")),
+        *((name, _I) for name in ("num_layers", "num_rows", "num_kept", "hidden_size", "kv_layer_bytes")),
         ("eps", ctypes.c_float),
     ]
 
@@ -99,10 +99,12 @@ class LayersCpu:
         slot_mapping: Tensor,
         plan: PagedPlan,
         scale: float,
-    ) -> None:
+        kept: Tensor | None,
+    ) -> Tensor:
         """Adds every layer's contribution to x: [num_tokens, hidden_size] float32, contiguous, in place.
 
-        Writes the keys and values of its tokens. positions, slot_mapping: see KVCache.append.
+        Writes the keys and values of its tokens. positions, slot_mapping: see KVCache.append. kept: see Model.forward;
+        returns the rows of x that hold the result.
         """
         num_tokens, first = len(x), self._layers[0]
         assert x.dtype == torch.float32 and x.is_contiguous() and num_tokens == plan.num_tokens
@@ -120,13 +122,16 @@ class LayersCpu:
             qkv=qkv.data_ptr(),
             attended=attended.data_ptr(),
             inner=inner.data_ptr(),
+            kept=_address(kept),
             num_layers=len(self._layers),
             num_rows=num_tokens,
+            num_kept=0 if kept is None else len(kept),
             hidden_size=x.shape[1],
             kv_layer_bytes=storage.layer_bytes,
             eps=self._eps,
         )
         self._run(ctypes.byref(args))
+        return x if kept is None else x[: len(kept)]
 
 
 def build_layers(

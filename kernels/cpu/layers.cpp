@@ -3,6 +3,8 @@
 
 #include "layers.h"
 
+#include <cstring>
+
 #include "simd.h"
 
 extern "C" {
@@ -47,17 +49,25 @@ void go_to_layer(Args& args, const LayersArgs& a, int64_t layer) {
     args.value_scales = a.append->value_scales + layer * a.append->num_kv_heads;
 }
 
+// Moves the rows that are kept to the front.
+void keep_rows(const LayersArgs& a, float* rows, int64_t size) {
+    for (int64_t i = 0; i < a.num_kept; i++)
+        if (a.kept[i] != i) std::memcpy(rows + i * size, rows + a.kept[i] * size, size * sizeof(float));
+}
+
 }  // namespace
 }  // namespace gm
 
-// Adds every layer's contribution to x: [num_rows, hidden_size], dense.
+// Adds every layer's contribution to x: [num_rows, hidden_size], dense. With `kept` only these rows get the last layer's
+// output and MLP, and are x's first ones.
 GM_API void gristmill_layers(const gm::LayersArgs* args) {
     using namespace gm;
     const LayersArgs& a = *args;
     AppendArgs append = *a.append;
     AttendArgs attend = *a.attend;
+    int64_t num_rows = a.num_rows;
     const auto norm = [&](const float* weight) {
-        gm_rms_norm(a.x, a.hidden_size, weight, a.normed, a.num_rows, a.hidden_size, a.eps, 0, 0);
+        gm_rms_norm(a.x, a.hidden_size, weight, a.normed, num_rows, a.hidden_size, a.eps, 0, 0);
     };
     for (int64_t i = 0; i < a.num_layers; i++) {
         const LayerArgs& layer = a.layers[i];
@@ -66,12 +76,18 @@ GM_API void gristmill_layers(const gm::LayersArgs* args) {
         append.q_norm = layer.q_norm;
         append.k_norm = layer.k_norm;
         norm(layer.input_norm);
-        run_linear(layer.qkv, a.normed, a.num_rows, a.qkv, PLAIN);
+        run_linear(layer.qkv, a.normed, num_rows, a.qkv, PLAIN);
         gristmill_append(&append);
         gristmill_attend(&attend);
-        run_linear(layer.output, a.attended, a.num_rows, a.x, ADD);
+        if (a.kept && i == a.num_layers - 1) {
+            keep_rows(a, a.attended, layer.output.K);
+            keep_rows(a, a.x, a.hidden_size);
+            num_rows = a.num_kept;
+            if (num_rows == 0) return;
+        }
+        run_linear(layer.output, a.attended, num_rows, a.x, ADD);
         norm(layer.mlp_norm);
-        run_linear(layer.gated, a.normed, a.num_rows, a.inner, GATED);
-        run_linear(layer.down, a.inner, a.num_rows, a.x, ADD);
+        run_linear(layer.gated, a.normed, num_rows, a.inner, GATED);
+        run_linear(layer.down, a.inner, num_rows, a.x, ADD);
     }
 }

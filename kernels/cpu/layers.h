@@ -31,7 +31,8 @@ struct LayersArgs {
     float *x, *normed;       // [num_rows, hidden_size]
     float *qkv, *attended;   // the arguments' qkv and out
     float* inner;            // [num_rows, intermediate_size]
-    int64_t num_layers, num_rows, hidden_size, kv_layer_bytes;
+    const int64_t* kept;     // [num_kept], rows in ascending order, or null: all
+    int64_t num_layers, num_rows, num_kept, hidden_size, kv_layer_bytes;
     float eps;
 };
 

@@ -1,4 +1,4 @@
-"""All layers in one call: bit for bit what the kernels give one by one, for every kind of weight, layer and cache."""
+"""All layers in one call: bit for bit what the kernels give one by one, for all rows of a step or for some."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ CONFIGS = {
     "window": dataclasses.replace(PLAIN, sliding_window=20),
 }
 NUM_BLOCKS = 12
+# A prompt each, then one token each, then a chunk of one and a token of the other.
+STEPS = [([0, 0], [21, 5]), ([21, 5], [22, 6]), ([22, 6], [39, 7])]
+KEPT = [[20, 25], [], [3, 16, 17]]  # some rows of each step
 
 
 def kernels_or_skip() -> CpuKernels:
@@ -54,7 +57,9 @@ def make_weights(config: ModelConfig, dtype: torch.dtype, change):
         yield name, change(name, tensor)
 
 
-def step(model: Model, cache: KVCache, starts: list[int], lengths: list[int]) -> torch.Tensor:
+def step(
+    model: Model, cache: KVCache, starts: list[int], lengths: list[int], kept: list[int] | None = None
+) -> torch.Tensor:
     """One step of two sequences with blocks of their own: tokens starts[i]:lengths[i] of each."""
     counts = np.array(lengths) - starts
     tables = np.arange(NUM_BLOCKS, dtype=np.int32).reshape(2, -1)
@@ -64,10 +69,10 @@ def step(model: Model, cache: KVCache, starts: list[int], lengths: list[int]) ->
     loc = np.concatenate([[0], np.cumsum(counts)])
     batch = AttentionBatch(loc, np.array(lengths), tables, sliding_window=model.config.sliding_window)
     ids = torch.from_numpy((7 * positions + 3 * rows + 1) % 96)
+    positions, slots = torch.from_numpy(positions), torch.from_numpy(slots)
     with torch.inference_mode():
-        return model.forward(
-            ids, torch.from_numpy(positions), torch.from_numpy(slots), cache, cache.plan(batch)
-        )
+        chosen = None if kept is None else torch.tensor(kept, dtype=torch.int64)
+        return model.forward(ids, positions, slots, cache, cache.plan(batch), chosen)
 
 
 def check_same(
@@ -85,12 +90,17 @@ def check_same(
     for compiled in (model._compiled, None):
         model._compiled = compiled
         own = cache.like(NUM_BLOCKS)
-        # A prompt each, then one token each, then a chunk of one and a token of the other.
-        steps = [([0, 0], [21, 5]), ([21, 5], [22, 6]), ([22, 6], [39, 7])]
-        found.append([step(model, own, *each) for each in steps])
-    for one_call, one_by_one in zip(*found, strict=True):
+        found.append([step(model, own, *each) for each in STEPS])
+        own = cache.like(NUM_BLOCKS)
+        found.append([step(model, own, *each, kept) for each, kept in zip(STEPS, KEPT, strict=True)])
+    for rows, one_call, of_one_call, one_by_one, of_one_by_one in zip(KEPT, *found, strict=True):
         assert torch.isfinite(one_call).all() and one_call.abs().max() > 0.01
         assert torch.equal(one_call, one_by_one)
+        assert torch.equal(of_one_call, of_one_by_one)
+        if dtype == torch.float32:
+            assert torch.equal(of_one_call, one_call[rows])
+        else:  # the sums of these weights depend on the number of rows
+            torch.testing.assert_close(of_one_call, one_call[rows], rtol=1e-4, atol=1e-5)
 
 
 def keep(name: str, tensor: torch.Tensor) -> torch.Tensor:
