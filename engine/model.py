@@ -29,7 +29,7 @@ Weight = Tensor | QuantizedTensor
 # Logits are made for few enough tokens at a time that malloc keeps their memory for the next ones: it gives larger
 # pieces back to the system, and clearing fresh pages takes a fifth of the time of making logits.
 MAX_LOGITS_BYTES = 32 << 20
-MIN_HEAD_ROWS = 64  # but not so few that reading the head's weights takes the time
+MIN_HEAD_ROWS, MAX_HEAD_ROWS = 64, 256  # not so few that reading the head's weights takes the time
 
 
 class Model:
@@ -63,7 +63,7 @@ class Model:
         self.final_norm = loader.pop_tensor("model.norm.weight").to(self.dtype)
         head = embedding if config.tie_embeddings else loader.pop("lm_head.weight")
         self.head = Linear(head, None, kernels)
-        self.max_head_rows = max(MIN_HEAD_ROWS, MAX_LOGITS_BYTES // (4 * config.vocab_size))
+        self.max_head_rows = max_head_rows(config.vocab_size)
         # A tied head that is held in codes has the embeddings, too.
         self.embedding = None if head is embedding and self.head.has_rows else embedding
 
@@ -155,6 +155,12 @@ class Model:
         layer.qkv(x)
         layer.output.add(x.new_zeros(num_rows, size), x)
         layer.down.add(layer.gated(x), x)
+
+
+def max_head_rows(vocab_size: int) -> int:
+    """For how many tokens at a time logits are made: a number that linears are called with as it is (round_rows)."""
+    rows = MAX_LOGITS_BYTES // (4 * vocab_size) // MIN_HEAD_ROWS * MIN_HEAD_ROWS
+    return min(max(rows, MIN_HEAD_ROWS), MAX_HEAD_ROWS)
 
 
 class _LayerLoader:
