@@ -19,7 +19,7 @@ from worker.cli_compare import compare
 from worker.cli_options import AsJson, BrokerUrl, DatabaseUrl, JobReference, build_spec, load_job, open_jobs
 from worker.cli_quantize import quantize
 from worker.cli_queue import add_queue_commands
-from worker.console import EXIT_FAILED, print_out, run_guarded, to_json
+from worker.console import EXIT_FAILED, forget_interrupt, print_out, run_guarded, to_json
 from worker.version import load_version
 
 app = typer.Typer(
@@ -165,7 +165,9 @@ def main() -> None:
     """The console script."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: any path can be printed
-    sys.exit(run_cli(sys.argv[1:]))
+    code = run_cli(sys.argv[1:])
+    forget_interrupt()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -82,3 +82,12 @@ def run_guarded(call: Callable[[], int]) -> int:
             raise
         print_error(f"internal error, {type(error).__name__}: {error} (GRISTMILL_TRACEBACK=1 shows where)")
         return EXIT_FAILED
+
+
+def forget_interrupt() -> None:
+    """Let the exit code stand after an interrupt that was handled.
+
+    CPython notes a KeyboardInterrupt that ends code compiled from text, such as sqlalchemy's generated methods, and
+    `python -m` then dies of SIGINT whatever was caught and returned since. Code from text clears the note.
+    """
+    exec("")

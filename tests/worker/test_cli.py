@@ -406,6 +406,25 @@ def test_help_answers_within_a_second(repo_root: Path) -> None:
     assert any(measure() < 1.0 for _ in range(5))  # the best of five: the machine may be busy
 
 
+def test_an_interrupt_within_generated_code_keeps_the_exit_code(repo_root: Path, tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text(
+        "import worker.cli\n"
+        "def run_cli(words):\n"
+        "    try:\n"
+        "        exec('import signal; signal.raise_signal(signal.SIGINT)')\n"
+        "    except KeyboardInterrupt:\n"
+        "        return 130\n"
+        "worker.cli.run_cli = run_cli\n"
+        "worker.cli.main()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(
+        command, cwd=repo_root, env=environment, capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 @pytest.mark.parametrize("words", [["list", "--json"], ["schema"], ["status", "job_nowhere"]])
 def test_a_reader_that_went_away_is_no_error(repo_root: Path, words: list[str]) -> None:
     read_end, write_end = os.pipe()
