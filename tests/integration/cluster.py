@@ -21,7 +21,7 @@ from sqlalchemy.pool import NullPool
 
 from jobs import client
 from tests.integration.row_check import RowId, RowReport, check_rows, pending_uploads, read_files
-from tests.integration.worker_process import COMMAND, ROOT, WorkerProcess, wait_until
+from tests.integration.worker_process import COMMAND, PATIENCE_S, ROOT, WorkerProcess, wait_until
 from tests.servers import S3Server
 
 NULL_MODELS = {"null": "null:"}
@@ -95,7 +95,7 @@ class Cluster:
     def running_workers(self) -> list[WorkerProcess]:
         return [worker for worker in self.workers if worker.is_running]
 
-    def run(self, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
         """A `gristmill` command with the cluster's environment."""
         return subprocess.run(
             [*COMMAND, *arguments],
@@ -188,7 +188,7 @@ class Cluster:
         [row] = self.query("SELECT * FROM job_progress WHERE job_id = :id", id=job_id)
         return row
 
-    def wait_for(self, sql: str, timeout_s: float = 30.0, **values: Any) -> list[dict[str, Any]]:
+    def wait_for(self, sql: str, timeout_s: float = PATIENCE_S, **values: Any) -> list[dict[str, Any]]:
         """The rows of a query as soon as it has any; a database that is down or not yet there is waited for."""
         found: list[dict[str, Any]] = []
 
@@ -202,21 +202,23 @@ class Cluster:
         wait_until(look, timeout_s, f"{sql} {values}", self.describe)
         return found
 
-    def wait_job(self, key: str, timeout_s: float = 30.0) -> str:
+    def wait_job(self, key: str, timeout_s: float = PATIENCE_S) -> str:
         """The id of the job that was submitted with this key."""
         sql = "SELECT id FROM jobs WHERE idempotency_key = :key"
         return str(self.wait_for(sql, timeout_s, key=key)[0]["id"])
 
-    def wait_started(self, job_id: str, timeout_s: float = 30.0) -> None:
+    def wait_started(self, job_id: str, timeout_s: float = PATIENCE_S) -> None:
         """Returns when a shard of the job is running."""
         self.wait_for("SELECT id FROM shards WHERE job_id = :id AND state = 'running'", timeout_s, id=job_id)
 
-    def wait_rows(self, job_id: str, num_rows: int, timeout_s: float = 60.0) -> None:
+    def wait_rows(self, job_id: str, num_rows: int, timeout_s: float = PATIENCE_S) -> None:
         """Returns when so many rows are committed."""
         sql = "SELECT sum(part_rows) FROM shards WHERE job_id = :id HAVING sum(part_rows) >= :rows"
         self.wait_for(sql, timeout_s, id=job_id, rows=num_rows)
 
-    def wait_done(self, job_id: str, timeout_s: float = 60.0, state: str = "completed") -> dict[str, Any]:
+    def wait_done(
+        self, job_id: str, timeout_s: float = PATIENCE_S, state: str = "completed"
+    ) -> dict[str, Any]:
         """The job's row once it is over; AssertionError unless it ended in `state`."""
         states = ", ".join(f"'{name}'" for name in TERMINAL)
         [row] = self.wait_for(

@@ -99,7 +99,7 @@ def pause_between_transactions(cluster: Cluster) -> None:
 def check_done(cluster: Cluster, job_ids: list[str], since: float) -> float:
     """How long after `since` the last of these small jobs was over, in database time."""
     for job_id in job_ids:
-        cluster.wait_done(job_id, 60.0)
+        cluster.wait_done(job_id)
         cluster.assert_whole(job_id, [(cluster.place("small.jsonl"), i) for i in range(20)])
     return max(cluster.job(job_id)["finished_at"] for job_id in job_ids) - since
 
@@ -118,7 +118,7 @@ def check_outage(cluster: Cluster, redis: RedisServer, down_s: float, job_id: st
     order = lambda: cluster.send_submission("after", "small.jsonl", "after", shard_rows=10)  # noqa: E731
     after, num_sent = submit_safely(cluster, "after", order)
     took_s = check_done(cluster, [meanwhile, after], back_at)
-    cluster.wait_done(job_id, 240.0)
+    cluster.wait_done(job_id)
     end_s = cluster.job(job_id)["finished_at"] - back_at
     print(
         f"figure 4: broker down {down_s:g} s; {num_rows} rows done by its return, the job over {end_s:+.1f} s after it;"
@@ -174,7 +174,7 @@ def test_flushall_in_a_large_job_delays_nothing(cluster: Cluster) -> None:
             f"figure 4: a client that was there before FLUSHALL sent {num_sent} times until its job was there"
         )
         cluster.wait_done(after)
-        cluster.wait_done(job_id, 240.0)
+        cluster.wait_done(job_id)
         cluster.assert_whole(job_id, expected)
 
 
@@ -231,7 +231,7 @@ def check_dying_workers(
                 cluster.start_worker(MODEL, is_awaited=False)
             found += [each.result() for each in sent]
     for job_id, _ in found:
-        cluster.wait_done(job_id, 60.0)
+        cluster.wait_done(job_id)
         cluster.assert_whole(job_id, expected)
     job_ids = [row["id"] for row in cluster.query("SELECT id FROM jobs")]
     num_again = sum(num_sent > 1 for _, num_sent in found)

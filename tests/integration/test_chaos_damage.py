@@ -43,7 +43,7 @@ def damage_and_finish(cluster: Cluster, proxy: S3Proxy, num_rows: int, shard_row
     cluster.start_worker()
     proxy.choose = Damage(0.3)
     job_id = cluster.submit("in.jsonl", "out", shard_rows=shard_rows)
-    cluster.wait_done(job_id, 240.0)
+    cluster.wait_done(job_id)
     assert_as_clean(cluster, job_id, expected)
     assert proxy.counts[Fault.FLIP] and proxy.counts[Fault.TRUNCATE]
     print(f"figure 10: {proxy.counts[Fault.FLIP]} puts with a flipped bit, ", end="")

@@ -85,7 +85,7 @@ def check_hints(cluster: Cluster, num_rows: int, shard_rows: int, num_hints: int
         num_times = max(TIMES, -(-num_hints // len(hints)))
         send_all(cluster, hints * num_times, chance)
         num_keys, since = len(load_keys(client)), time.monotonic()
-        cluster.wait_done(job_id, 240.0)
+        cluster.wait_done(job_id)
         wait_until(lambda: not queues(), 600.0, "the queues are empty", cluster.describe)
         drain_s = time.monotonic() - since
         assert load_keys(client) == baseline

@@ -131,7 +131,7 @@ def check_kills(
             if kill is None:
                 break
             kills.append(kill)
-        cluster.wait_done(job_id, 240.0)
+        cluster.wait_done(job_id)
         cluster.assert_whole(job_id, expected)
         assert comparable(cluster.place(f"out-{round_index}"), cluster.s3) == calm
         runs = killer.devices.runs(since)

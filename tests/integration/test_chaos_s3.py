@@ -114,7 +114,7 @@ def test_an_outage_of_five_minutes_fails_no_job(faulty_s3: Cluster, s3_proxy: S3
     [before] = faulty_s3.query("SELECT sum(part_rows) AS rows FROM shards")
     faulty_s3.wait_rows(job_id, int(before["rows"]) + 1, 400.0)
     recovery_s = time.monotonic() - outages.ends[0]
-    faulty_s3.wait_done(job_id, 120.0)
+    faulty_s3.wait_done(job_id)
     assert_survived(faulty_s3, job_id, expected)
     assert recovery_s < 60.0
     print(f"figure 9: an outage of 300 s: rows are committed again {recovery_s:.1f} s after it, ", end="")

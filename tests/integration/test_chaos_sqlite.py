@@ -43,7 +43,7 @@ def share_file(cluster: Cluster, num_workers: int, num_rows: int, shard_rows: in
         for command in (("status", job_id, "--json"), ("workers", "--json")):
             done = cluster.run(*command)
             assert (done.returncode, done.stderr) == (0, "")
-    cluster.wait_done(job_id, 240.0)
+    cluster.wait_done(job_id)
     assert_as_clean(cluster, job_id, expected)
     for other_id in others:
         cluster.wait_done(other_id)

@@ -18,6 +18,7 @@ from tests.child_process import start_child
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "worker.cli")
 UP = "the worker is up"
+PATIENCE_S = 240.0  # for what has to happen some time, on a machine however busy
 
 
 def wait_until(
@@ -62,7 +63,7 @@ class WorkerProcess:
     def log_text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def wait_until_up(self, timeout_s: float = 60.0) -> None:
+    def wait_until_up(self, timeout_s: float = PATIENCE_S) -> None:
         """Returns when it serves; its model may still be loading."""
         wait_until(lambda: UP in self.log_text() or not self.is_running, timeout_s, "the worker is up")
         assert UP in self.log_text(), (
@@ -76,7 +77,7 @@ class WorkerProcess:
         except psutil.NoSuchProcess:
             return []
 
-    def wait_for_engine(self, timeout_s: float = 30.0) -> psutil.Process:
+    def wait_for_engine(self, timeout_s: float = PATIENCE_S) -> psutil.Process:
         wait_until(self.engines, timeout_s, "the worker has an engine process")
         return self.engines()[0]
 

@@ -12,8 +12,8 @@ from celery import Celery
 from worker.tasks import Desk, StoppingError
 
 
-def eventually(condition: Callable[[], object], timeout_s: float = 15.0) -> bool:
-    """Whether the condition comes true in time."""
+def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -> bool:
+    """Whether the condition comes true in time, of which a busy machine gets plenty."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -232,7 +232,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_running(repo_root: Path, store: Sto
         assert waiting_command.stdout is not None
         job_id = waiting_command.stdout.readline().strip()
         os.kill(waiting_command.pid, signal.SIGINT)
-        _, err = waiting_command.communicate(timeout=20)
+        _, err = waiting_command.communicate(timeout=60)
     assert waiting_command.returncode == 130
     assert err == (
         f"gristmill: job {job_id} goes on without this command; gristmill status {job_id},"
@@ -249,7 +249,7 @@ def test_waiting_ends_with_the_job(repo_root: Path, store: Store, tmp_path: Path
         finish_job(store, tmp_path, num_errors=0)
         store.request_cancel(job.job_id)
         assert store.finish_cancel(job.job_id)
-        out, err = waiting_command.communicate(timeout=20)
+        out, err = waiting_command.communicate(timeout=60)
     assert waiting_command.returncode == 1
     assert "10: 10 completed, 0 failed" in out
     assert f"job {job.job_id} is cancelled; 10 of 10 rows are done and kept" in err
@@ -262,7 +262,7 @@ def test_a_job_that_planning_refuses_ends_the_wait_as_a_refusal(
         assert eventually(lambda: store.list_jobs())
         (job,) = store.list_jobs()
         store.refuse_plan(job.job_id, "tickets.jsonl matches no file")
-        _, err = waiting_command.communicate(timeout=20)
+        _, err = waiting_command.communicate(timeout=60)
     assert waiting_command.returncode == 2
     assert err == f"gristmill: job {job.job_id} was refused: tickets.jsonl matches no file\n"
 

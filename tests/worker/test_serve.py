@@ -36,7 +36,7 @@ class WorkerProcess:
                 command, cwd=repo_root, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment
             )
 
-    def says(self, text: str, timeout_s: float = 20.0) -> bool:
+    def says(self, text: str, timeout_s: float = 60.0) -> bool:
         return eventually(lambda: text in self.text() or self.process.poll() is not None, timeout_s) and (
             text in self.text()
         )
