@@ -22,19 +22,7 @@ def test_rows_of_the_head_are_padded_to_what_it_takes_at_most(vocab_size: int) -
 
 @pytest.mark.parametrize("vocab_size", [96, 49_152])
 def test_torchs_linears_are_warmed_for_every_number_of_rows(vocab_size: int) -> None:
-    config = ModelConfig(
-        architecture="llama",
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=32,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        context_size=64,
-        rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
-    )
+    config = ModelConfig("llama", vocab_size, 32, 32, 1, 2, 2, 16, 64, 1e-5, 1e4)
     model = Model(config, random_weights(config, torch.float32), torch.float32, 64)
     assert not model.head.any_rows
     with torch.inference_mode():

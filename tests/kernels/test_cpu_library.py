@@ -29,6 +29,7 @@ V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 TINY_SOURCE = 'extern "C" __attribute__((visibility("default"))) int gm_lanes() { return GRISTMILL_LANES; }\n'
 needs_avx2 = pytest.mark.skipif(detect_level() == "none", reason="this CPU has no AVX2")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
 
 def missing_for_kernel_tests() -> list[str]:
@@ -108,6 +109,7 @@ def test_a_cap_only_lowers() -> None:
 
 
 @needs_avx2
+@needs_compiler
 def test_a_library_is_built_once_and_again_when_a_source_changes(tiny_sources: Path) -> None:
     first = build_library("avx2")
     made = first.stat().st_mtime_ns
@@ -120,6 +122,7 @@ def test_a_library_is_built_once_and_again_when_a_source_changes(tiny_sources: P
 
 
 @needs_avx2
+@needs_compiler
 def test_two_builds_at_once_end_in_one_library(tiny_sources: Path) -> None:
     paths: list[Path] = []
     threads = [threading.Thread(target=lambda: paths.append(build_library("avx2"))) for _ in range(4)]
@@ -145,6 +148,7 @@ def test_without_a_compiler_the_level_is_none_and_the_log_says_so(
 
 
 @needs_avx2
+@needs_compiler
 def test_a_library_outlives_its_compiler(tiny_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = build_library("avx2")
     monkeypatch.setenv("CXX", "no-such-compiler-here")
@@ -152,6 +156,7 @@ def test_a_library_outlives_its_compiler(tiny_sources: Path, monkeypatch: pytest
 
 
 @needs_avx2
+@needs_compiler
 def test_a_failed_build_is_said_with_the_compilers_words(
     tiny_sources: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,6 +168,7 @@ def test_a_failed_build_is_said_with_the_compilers_words(
 
 
 @needs_avx2
+@needs_compiler
 def test_a_library_that_can_not_be_loaded_is_an_error(tiny_sources: Path) -> None:
     build_library("avx2").write_bytes(b"not a library")
     with pytest.raises(CpuLibraryError, match="can't be loaded"):
@@ -170,6 +176,7 @@ def test_a_library_that_can_not_be_loaded_is_an_error(tiny_sources: Path) -> Non
 
 
 @needs_avx2
+@needs_compiler
 def test_a_cache_that_can_not_be_written_is_an_error(
     tiny_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,10 +202,10 @@ def test_the_command_says_in_one_line_what_came_of_it(repo_root: Path, tiny_sour
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
+@needs_compiler
 def test_every_source_compiles_for_every_level_with_its_instructions(level: str, tmp_path: Path) -> None:
     compiler = find_compiler()
-    if compiler is None or shutil.which("g++") is None:
-        pytest.skip("there is no g++")
+    assert compiler is not None
     assembly = ""
     for source in SOURCE_FOLDER.glob("*.cpp"):
         out = tmp_path / f"{source.stem}.s"
