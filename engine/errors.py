@@ -3,7 +3,7 @@
 EngineError
 ├── ModelRefused        the model can't be run here, and the message says why and what to do (exit 2)
 ├── ChatTemplateError   the model's chat template refused one row's messages (an error row)
-├── ProtocolError       the bytes between worker and engine process make no message (engine/protocol.py)
+├── ProtocolError       the bytes between worker and engine process make no message (engine/process/protocol.py)
 └── EngineDied          the engine process is gone; carries the ids that were in flight
 """
 

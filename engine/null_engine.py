@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from urllib.parse import parse_qsl
 
-from engine.config import BLOCK_SIZE, EngineOptions
-from engine.errors import ModelRefused
-from engine.request import Completion, EngineCounters, EngineInfo, Request
+from gristmill.engine.config import BLOCK_SIZE, EngineOptions
+from gristmill.engine.errors import ModelRefused
+from gristmill.engine.request import Completion, EngineCounters, EngineInfo, Request
 
 NULL_SCHEME = "null:"
 

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
-from engine.detokenizer import Detokenizer, decode_all
-from engine.errors import ChatTemplateError
+from gristmill.engine.errors import ChatTemplateError
+from gristmill.engine.text.detokenizer import Detokenizer, decode_all
 
 NULL_EOS = 256
 _BYTES = tuple(bytes([i]) for i in range(256))

@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.client import results
+from gristmill.jobs.client import results
 from tests.integration.cluster import TERMINAL, Cluster
 from tests.server_process import MissingServerError
 from tests.servers import PostgresServer, RedisServer, S3Server, running
@@ -28,7 +28,7 @@ from tests.servers import PostgresServer, RedisServer, S3Server, running
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("custom_id", "subject", "body", "language", "priority")
 SYSTEM = (
-    "You work at the help desk of a software company. Sum up the customer's message in one plain English "
+    "You work at the help handlers of a software company. Sum up the customer's message in one plain English "
     "sentence of at most twenty words. Keep product names, error codes and numbers as they are written."
 )
 PROGRESS = """

@@ -1,4 +1,4 @@
-"""The message broker (Redis): its settings, its queues, and doorbells that may be lost.
+"""The message broker (Redis): its settings, its queues, and notifications that may be lost.
 
 Celery carries submissions and hints; the database decides. So a broker that is down is never an error of the caller.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jobs.database import safe_url
-from jobs.errors import RefusedError
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.store.database import safe_url
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -27,7 +27,7 @@ RUN_SHARDS, ACKNOWLEDGE = "gristmill.run_shards", "gristmill.acknowledge"
 PRIORITIES = {"high": 0, "normal": 3, "low": 6}  # of messages; 0 overtakes
 
 CONSUME_TIMEOUT_S = 15.0
-RING_TIMEOUT_S = 1.0  # of one reply; kombu and redis-py ask up to three times
+NOTIFY_TIMEOUT_S = 1.0  # of one reply; kombu and redis-py ask up to three times
 PAUSE_S = 5.0
 _SCHEMES = ("redis://", "rediss://")
 
@@ -47,7 +47,7 @@ def broker_url(flag: str | None) -> str:
 
 
 def has_broker(flag: str | None) -> bool:
-    """Whether a broker is configured at all; workers find jobs in the database also without a doorbell."""
+    """Whether a broker is configured at all; workers find jobs in the database also without a notification."""
     return bool(flag or os.environ.get("GRISTMILL_BROKER_URL"))
 
 
@@ -119,10 +119,10 @@ def count_waiting(celery: Celery) -> int:
         )
 
 
-def ring(celery: Celery, task: str, args: Sequence[Any], queue: str, priority: str = "normal") -> bool:
+def notify(celery: Celery, task: str, args: Sequence[Any], queue: str, priority: str = "normal") -> bool:
     """Sends one message; False, and one line in the log, when the broker does not answer within about 3 s.
 
-    `celery` should come from build_celery(url, RING_TIMEOUT_S).
+    `celery` should come from build_celery(url, NOTIFY_TIMEOUT_S).
     """
     from kombu.exceptions import KombuError
 
@@ -148,8 +148,8 @@ def _build_queue(name: str, exchange: str) -> Any:
     return kombu.Queue(name, kombu.Exchange(exchange, type="direct"), routing_key=name)
 
 
-class Bell:
-    """The doorbells of one process: thread-safe, and silent for a while after the broker did not answer."""
+class Notifier:
+    """The notifications of one process: thread-safe, and silent for a while after the broker did not answer."""
 
     def __init__(
         self, url: str, pause_s: float = PAUSE_S, clock: Callable[[], float] = time.monotonic
@@ -161,14 +161,14 @@ class Bell:
         self._celery: Celery | None = None
         self._silent_until = float("-inf")
 
-    def ring(self, task: str, args: Sequence[Any], queue: str, priority: str = "normal") -> bool:
+    def notify(self, task: str, args: Sequence[Any], queue: str, priority: str = "normal") -> bool:
         """Sends one message; False when it did not reach the broker."""
         if self._clock() < self._silent_until:
             return False
         with self._lock:
             if self._celery is None:
-                self._celery = build_celery(self._url, RING_TIMEOUT_S)
-        if ring(self._celery, task, args, queue, priority):
+                self._celery = build_celery(self._url, NOTIFY_TIMEOUT_S)
+        if notify(self._celery, task, args, queue, priority):
             return True
         self._silent_until = self._clock() + self._pause_s
         return False

@@ -1,7 +1,7 @@
 """Gristmill from Python: submit a job to the workers, follow it, read its results.
 
-Everything goes through the job database; the broker is only rung. A job is named by its id or its output. Without
-`database_url` and `broker_url` GRISTMILL_DATABASE_URL and GRISTMILL_BROKER_URL hold. Errors are those of jobs.errors.
+Everything goes through the job database; the broker only wakes. A job is named by its id or its output. Without
+`database_url` and `broker_url` GRISTMILL_DATABASE_URL and GRISTMILL_BROKER_URL hold. Errors: jobs/errors.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jobs.broker import CONTROL_QUEUE, PLAN_JOB, Bell, broker_url, has_broker
-from jobs.database import database_url as to_database_url
-from jobs.errors import RefusedError, StoreUnavailable
-from jobs.records import JobRecord, JobStatus, Submitted
-from jobs.spec import JobSpec, load_spec
-from jobs.states import TERMINAL_JOB_STATES, JobState
-from jobs.store import Store, open_store
+from gristmill.jobs.broker import CONTROL_QUEUE, PLAN_JOB, Notifier, broker_url, has_broker
+from gristmill.jobs.errors import RefusedError, StoreUnavailable
+from gristmill.jobs.records import JobRecord, JobStatus, Submitted
+from gristmill.jobs.spec import JobSpec, parse_spec
+from gristmill.jobs.states import TERMINAL_JOB_STATES, JobState
+from gristmill.jobs.store.database import database_url as to_database_url
+from gristmill.jobs.store.store import Store, open_store
 
 if TYPE_CHECKING:
     import pyarrow.dataset as ds
@@ -40,18 +40,18 @@ def submit(
     `model` is the name that workers give to a model. The job is in the database when this returns: where the
     broker is down (a warning in the log) workers find it by themselves.
     """
-    spec = load_spec(fields)
+    spec = parse_spec(fields)
     with open_store(to_database_url(database_url)) as store:
         return submit_spec(store, spec, idempotency_key, broker_url).job.job_id
 
 
 def submit_spec(store: Store, spec: JobSpec, key: str | None, broker: str | None) -> Submitted:
-    """The job first, then the bell. A broker URL that can't be right is refused before anything is written."""
+    """The job first, then the notifier. A broker URL that can't be right is refused before anything is written."""
     if has_broker(broker):
         broker_url(broker)
     submitted = store.submit_job(to_absolute(spec), key)
     if submitted.is_new:
-        ring_once(broker, PLAN_JOB, [submitted.job.job_id], CONTROL_QUEUE, spec.priority)
+        notify_once(broker, PLAN_JOB, [submitted.job.job_id], CONTROL_QUEUE, spec.priority)
     return submitted
 
 
@@ -128,7 +128,7 @@ def cancel_job(store: Store, job_id: str) -> JobState:
 
 def results(job: str, *, database_url: str | None = None) -> ds.Dataset:
     """The job's committed rows, completions and errors, as a pyarrow dataset over its part files."""
-    from jobs.part_dataset import load_dataset
+    from gristmill.jobs.output.dataset import load_dataset
 
     with open_store(to_database_url(database_url)) as store:
         return load_dataset(store, find_job(store, job))
@@ -148,15 +148,15 @@ def find_job(store: Store, reference: str) -> JobRecord:
     return job
 
 
-def ring_once(broker: str | None, task: str, args: list[Any], queue: str, priority: str = "normal") -> bool:
-    """One doorbell from a process that sends no others; False without a broker, or when it does not answer."""
+def notify_once(broker: str | None, task: str, args: list[Any], queue: str, priority: str = "normal") -> bool:
+    """One notification from a process that sends no others; False without a broker, or when it does not answer."""
     if not has_broker(broker):
         return False
-    bell = Bell(broker_url(broker))
+    notifier = Notifier(broker_url(broker))
     try:
-        return bell.ring(task, args, queue, priority)
+        return notifier.notify(task, args, queue, priority)
     finally:
-        bell.close()
+        notifier.close()
 
 
 def to_absolute(spec: JobSpec) -> JobSpec:

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jobs.sources import Source
-from jobs.spec import JobSpec
+from gristmill.jobs.input.sources import Source
+from gristmill.jobs.spec import JobSpec
 
 IDENTITY_VERSION = 1  # raise it when equal orders begin to give other texts
 
@@ -18,7 +18,7 @@ def job_identity(sources: Sequence[Source], spec: JobSpec, fingerprint: str) -> 
     content: dict[str, Any] = {
         "version": IDENTITY_VERSION,
         "sources": sorted([source.uri, source.size_bytes, source.version] for source in sources),
-        "spec": spec.text_fields(),
+        "spec": spec.identity_fields(),
         "fingerprint": fingerprint,
     }
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

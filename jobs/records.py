@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from jobs.owner import Owner
-from jobs.planning import ShardRange
-from jobs.sources import Source
-from jobs.states import JobState, Runner
+from gristmill.jobs.input.sources import Source
+from gristmill.jobs.owner import Owner
+from gristmill.jobs.plan.cutting import ShardRange
+from gristmill.jobs.states import JobState, Runner
 
 PRIORITIES = ("high", "normal", "low")  # jobs.priority holds the index
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.row_errors import RowError
-from jobs.values import to_json_text
+from gristmill.jobs.row_errors import RowError
+from gristmill.jobs.values import to_json_text
 
 
 @dataclass(frozen=True, slots=True)

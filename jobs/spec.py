@@ -1,6 +1,6 @@
 """The submitted order. CLI flags, Celery kwargs and Python arguments are the field names of JobSpec.
 
-Options are checked here as far as they can be without looking at files; `load_spec` and `parse_sampling` turn
+Options are checked here as far as they can be without looking at files; `parse_spec` and `parse_sampling` turn
 a fault into one line.
 """
 
@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from jobs.errors import RefusedError
-from jobs.moments import parse_moment
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.moments import parse_moment
 
 
 def _split_columns(value: Any) -> Any:
@@ -50,7 +50,7 @@ _ErrorLimit = Annotated[str, Field(pattern=r"^(\d{1,12}|\d{1,3}(\.\d{1,6})?%)$")
 
 
 class SamplingSpec(BaseModel):
-    """How tokens are chosen; the names are those of engine.request.SamplingParams."""
+    """How tokens are chosen; the names are those of gristmill.engine.request.SamplingParams."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -129,7 +129,7 @@ class JobSpec(BaseModel):
             raise ValueError("keep names a column twice")
         return self
 
-    def text_fields(self) -> dict[str, Any]:
+    def identity_fields(self) -> dict[str, Any]:
         """Every field that can change a row of the output, as plain JSON values: the spec's share of a job's
         identity.
 
@@ -164,7 +164,7 @@ _NOT_TEXT_FIELDS = {
 }
 
 
-def load_spec(fields: Mapping[str, Any]) -> JobSpec:
+def parse_spec(fields: Mapping[str, Any]) -> JobSpec:
     """A JobSpec from its fields. RefusedError names the field, the value and what is allowed."""
     try:
         return JobSpec.model_validate(dict(fields))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from jobs.histogram import Histogram
+from gristmill.jobs.histogram import Histogram
 
 PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 _SUMS = (

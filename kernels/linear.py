@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu_library import NO_CPU_KERNELS, CpuKernels
-from kernels.linear_codes import CodesLinear, why_no_codes
-from kernels.linear_cpu import PanelLinear, has_panels
-from kernels.quantized import QuantizedTensor, concatenate
+from gristmill.kernels.cpu.library import NO_CPU_KERNELS, CpuKernels
+from gristmill.kernels.cpu.linear import PanelLinear, has_panels
+from gristmill.kernels.cpu.linear_codes import CodesLinear, why_no_codes
+from gristmill.kernels.quantized import QuantizedTensor, concatenate
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import attention_cpu, paged_cpu
-from kernels.cpu_library import NO_CPU_KERNELS, CpuKernels
-from kernels.pointwise_cpu import PointwiseKernels
+from gristmill.kernels.cpu import paged as paged_cpu
+from gristmill.kernels.cpu.library import NO_CPU_KERNELS, CpuKernels
+from gristmill.kernels.cpu.pointwise import PointwiseKernels
+from gristmill.kernels.torch import attention as attention_cpu
 
 
 class RopeTables(NamedTuple):

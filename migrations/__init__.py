@@ -1,1 +1,1 @@
-"""Alembic revisions of the job database; jobs/database.py runs them."""
+"""Alembic revisions of the job database; jobs/store/database.py runs them."""

@@ -1,10 +1,10 @@
-"""What alembic runs: the revisions over the connection that jobs/database.py hands it, in its transaction."""
+"""What alembic runs: the revisions over the connection that jobs/store/database.py hands it, in its transaction."""
 
 from __future__ import annotations
 
 from alembic import context
 
-from jobs.models import metadata
+from gristmill.jobs.store.models import metadata
 
 context.configure(
     connection=context.config.attributes["connection"],

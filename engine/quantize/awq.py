@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.quantize.layer import DOWN, GATED, OUTPUT, QKV, InputObserver
-from engine.quantize.rtn import error_scales, quantize_with, range_scales, round_codes, row_slices
-from kernels.quantized import QuantizedTensor
+from gristmill.engine.config import ModelConfig
+from gristmill.engine.quantize.layer import DOWN, GATED, OUTPUT, QKV, InputObserver
+from gristmill.engine.quantize.rtn import error_scales, quantize_with, range_scales, round_codes, row_slices
+from gristmill.kernels.quantized import QuantizedTensor
 
 _STEPS = 20  # exponents between 0 and 1 that are tried
 _MIN_INPUT = 1e-4

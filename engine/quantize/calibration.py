@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import ModelConfig
-from engine.errors import ChatTemplateError, ModelRefused
-from engine.tokenizer import Tokenizer
+from gristmill.engine.config import ModelConfig
+from gristmill.engine.errors import ChatTemplateError, ModelRefused
+from gristmill.engine.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 32768
 SEQUENCE_TOKENS = 512

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.quantize.rtn import build_tensor, error_scales, round_codes, to_codes
-from kernels.quantized import QuantizedTensor
+from gristmill.engine.quantize.rtn import build_tensor, error_scales, round_codes, to_codes
+from gristmill.kernels.quantized import QuantizedTensor
 
 DAMPING = 0.01  # of the mean of the Hessian's diagonal
 _BLOCK_COLUMNS = 64

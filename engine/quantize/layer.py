@@ -1,6 +1,6 @@
 """One decoder layer in plain float32, and what its linear layers see: the inputs that GPTQ and AWQ need.
 
-Works on whole sequences without a KV cache; the engine's own forward pass is in engine/model.py.
+Works on whole sequences without a KV cache; the engine's own forward pass is in engine/model/decoder.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.config import ModelConfig
-from kernels import reference
-from kernels.ops import RopeTables
+from gristmill.engine.config import ModelConfig
+from gristmill.kernels import reference
+from gristmill.kernels.ops import RopeTables
 
 Weights = Mapping[str, Tensor]  # of one layer, by name without `model.layers.N.`
 Observe = Callable[[str, Tensor], None]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.quantized import Kind, QuantizedTensor, narrow_scales
+from gristmill.kernels.quantized import Kind, QuantizedTensor, narrow_scales
 
 _WORD_BYTES = 4
 _INT8_ZERO = 128  # the stored byte of code 0

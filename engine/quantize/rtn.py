@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from kernels.quantized import INT4_ZERO, Kind, QuantizedTensor, narrow_scales, pack_int4
+from gristmill.engine.config import ModelConfig
+from gristmill.kernels.quantized import INT4_ZERO, Kind, QuantizedTensor, narrow_scales, pack_int4
 
 GROUP_SIZES = (128, 64, 32)
 MAX_CODES = {"int4": 7.5, "int8": 127.0, "fp8": 448.0}  # what the largest weight of a group becomes

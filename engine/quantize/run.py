@@ -14,25 +14,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.checkpoint import Checkpoint, load_checkpoint
-from engine.config import ModelConfig
-from engine.errors import ModelRefused
-from engine.fingerprint import fingerprint
-from engine.json_files import load_json_object
-from engine.quantize.awq import quantize_awq
-from engine.quantize.calibration import CalibrationText, build_sequences, load_text
-from engine.quantize.gptq import quantize_gptq
-from engine.quantize.layer import INPUT_GROUPS, LINEARS, InputObserver, run_sequences
-from engine.quantize.packing import from_stored, quantization_config, to_stored
-from engine.quantize.rtn import check_groups, default_group_size, linear_columns, quantize_rtn
-from engine.quantize.writer import OutputFolder, check_output, open_output
-from engine.rope import build_rope_tables
-from engine.tensor_sources import TensorSource
-from engine.tokenizer import load_tokenizer
-from engine.weight_names import expected_shapes
-from engine.weights import load_part
-from kernels.ops import RopeTables
-from kernels.quantized import Kind, QuantizedTensor
+from gristmill.engine.checkpoint.fingerprint import fingerprint
+from gristmill.engine.checkpoint.json_files import load_json_object
+from gristmill.engine.checkpoint.opening import Checkpoint, load_checkpoint
+from gristmill.engine.checkpoint.tensor_sources import TensorSource
+from gristmill.engine.checkpoint.weight_names import expected_shapes
+from gristmill.engine.checkpoint.weights import load_part
+from gristmill.engine.config import ModelConfig
+from gristmill.engine.errors import ModelRefused
+from gristmill.engine.model.rope import build_rope_tables
+from gristmill.engine.quantize.awq import quantize_awq
+from gristmill.engine.quantize.calibration import CalibrationText, build_sequences, load_text
+from gristmill.engine.quantize.gptq import quantize_gptq
+from gristmill.engine.quantize.layer import INPUT_GROUPS, LINEARS, InputObserver, run_sequences
+from gristmill.engine.quantize.packing import from_stored, quantization_config, to_stored
+from gristmill.engine.quantize.rtn import check_groups, default_group_size, linear_columns, quantize_rtn
+from gristmill.engine.quantize.writer import OutputFolder, check_output, open_output
+from gristmill.engine.text.tokenizer import load_tokenizer
+from gristmill.kernels.ops import RopeTables
+from gristmill.kernels.quantized import Kind, QuantizedTensor
 
 Method = Literal["rtn", "gptq", "awq"]
 Progress = Callable[[int, int], None]  # layers done, of so many

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from engine.errors import EngineError, ModelRefused
+from gristmill.engine.errors import EngineError, ModelRefused
 
 TEMPORARY_SUFFIX = ".unfinished"
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.errors import EngineError, ModelRefused
-from engine.json_files import load_json_object
-from engine.quantize.tensor_files import TEMPORARY_SUFFIX, read_tensors, write_file, write_tensors
-from engine.safetensors_header import INDEX_NAME
+from gristmill.engine.checkpoint.json_files import load_json_object
+from gristmill.engine.checkpoint.safetensors_header import INDEX_NAME
+from gristmill.engine.errors import EngineError, ModelRefused
+from gristmill.engine.quantize.tensor_files import TEMPORARY_SUFFIX, read_tensors, write_file, write_tensors
 
 ORDER_NAME = "quantize.json"
 _COPIED = (

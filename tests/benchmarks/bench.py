@@ -21,10 +21,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import resolve_dtype
-from engine.config import EngineOptions
-from engine.request import Completion, EngineCounters, EngineInfo, Request, SamplingParams
-from worker.engine_client import EngineClient
+from gristmill.engine.checkpoint.opening import resolve_dtype
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.request import Completion, EngineCounters, EngineInfo, Request, SamplingParams
+from gristmill.worker.engine.client import EngineClient
 
 HERE = Path(__file__).resolve().parent
 STATIC_BATCH = 32

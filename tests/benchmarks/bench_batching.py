@@ -21,13 +21,20 @@ from typing import Any, NamedTuple
 
 from bench import HERE, load_machine, load_workload
 
-from engine.build import build_engine
-from engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
-from engine.engine import Engine
-from engine.prefix_theory import max_shared_tokens
-from engine.random_weights import build_random_engine
-from worker.bench_run import BenchRun, find_miscount, run_pass, warm_up
-from worker.bench_workload import BenchRow, Lengths, Level, SyntheticSpec, build_synthetic, shuffle_rows
+from gristmill.engine.batch.prefix_theory import max_shared_tokens
+from gristmill.engine.build import build_engine
+from gristmill.engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
+from gristmill.engine.engine import Engine
+from gristmill.engine.model.random_weights import build_random_engine
+from gristmill.worker.tools.bench.run import BenchRun, find_miscount, run_pass, warm_up
+from gristmill.worker.tools.bench.workload import (
+    BenchRow,
+    Lengths,
+    Level,
+    SyntheticSpec,
+    build_synthetic,
+    shuffle_rows,
+)
 
 VOCAB_SIZE = 49_152
 TINY = ModelConfig(

@@ -48,7 +48,13 @@ def run_gristmill(args: argparse.Namespace, dtype: str, model: Path, prompts: Pa
     rows = load_workload(WORKLOAD, args.rows)
     (max_tokens,) = {row["max_tokens"] for row in rows}
     output = folder / "out"
-    command = [sys.executable, "-c", "from worker.cli import main; main()", "run", str(prompts)]
+    command = [
+        sys.executable,
+        "-c",
+        "from gristmill.worker.cli.main import main; main()",
+        "run",
+        str(prompts),
+    ]
     command += ["--model", str(model), "--dtype", dtype, "--output", str(output)]
     command += [
         "--messages", "messages", "--max-tokens", str(max_tokens), "--sampling", "ignore_eos=true",

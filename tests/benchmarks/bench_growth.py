@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 from bench import HERE, load_machine
 
-from engine.process import GC_THRESHOLDS
-from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from gristmill.engine.batch.scheduler import Scheduler
+from gristmill.engine.batch.sequence import Sequence
+from gristmill.engine.process.serve import GC_THRESHOLDS
+from gristmill.engine.request import Request, SamplingParams
 
 ROW_TOKENS, SYSTEM_TOKENS, DOCUMENT_TOKENS, ROWS_PER_DOCUMENT = 500, 200, 200, 10
 MAX_GROWTH = 13.0

@@ -70,7 +70,7 @@ def run_once(source: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
     command = [
         sys.executable,
         "-c",
-        "from worker.cli import main; main()",
+        "from gristmill.worker.cli.main import main; main()",
         "run",
         str(source),
         "--model",

@@ -10,8 +10,8 @@ import select
 import sys
 import time
 
-from jobs.errors import JobsError
-from jobs.store import Store, open_store
+from gristmill.jobs.errors import JobsError
+from gristmill.jobs.store.store import Store, open_store
 
 PERIOD_S = 0.25
 

@@ -17,9 +17,9 @@ import torch
 from bench import HERE, load_machine, load_workload, prepare_peers
 from transformers import AutoModelForCausalLM
 
-from engine.build import build_engine
-from engine.config import EngineOptions
-from engine.request import Request, SamplingParams
+from gristmill.engine.build import build_engine
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.request import Request, SamplingParams
 
 MIN_AGREEMENT, MAX_GAP = 0.95, 0.2
 

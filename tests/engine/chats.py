@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.tokenizer import Tokenizer
+from gristmill.engine.text.tokenizer import Tokenizer
 
 TEXTS = [
     "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.gguf_quants import BLOCK_SHAPES
+from gristmill.engine.checkpoint.gguf_quants import BLOCK_SHAPES
 
 _RISING = "F0E1D2C3B4A5968778695A4B3C2D1E0F"  # weights 0 to 15 have codes 0 to 15, the next ones 15 to 0
 _UP, _DOWN = list(range(16)), list(range(15, -1, -1))

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from engine.build import build_engine
-from engine.config import BLOCK_SIZE, EngineOptions
-from engine.engine import Engine
-from engine.model_runner import ModelRunner
-from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler
+from gristmill.engine.batch.scheduler import Scheduler
+from gristmill.engine.build import build_engine
+from gristmill.engine.config import BLOCK_SIZE, EngineOptions
+from gristmill.engine.engine import Engine
+from gristmill.engine.model.runner import ModelRunner
+from gristmill.engine.request import Request, SamplingParams
 
 PREEMPT_AT = (3, 7, 12)  # steps after which the youngest loses its blocks, when a test forces it
 TIE_GAP = 1e-4  # two logits closer than this are a tie, and either token is right

@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from engine.request import Request, SamplingParams
-from engine.scheduler import ScheduledStep, Scheduler
-from engine.sequence import Sequence, SequenceStatus
+from gristmill.engine.batch.scheduler import ScheduledStep, Scheduler
+from gristmill.engine.batch.sequence import Sequence, SequenceStatus
+from gristmill.engine.request import Request, SamplingParams
 
 # What the blocks of each scheduler hold, as if they were on a device: the tokens up to and including each one.
 CONTENTS: WeakKeyDictionary[Scheduler, dict[tuple[int, int], bytes]] = WeakKeyDictionary()

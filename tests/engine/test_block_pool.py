@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.block_pool import BlockPool
+from gristmill.engine.batch.block_pool import BlockPool
 
 
 def test_a_released_block_is_allocated_again():

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine import build
-from engine.build import num_kv_blocks
-from engine.config import BLOCK_SIZE, EngineOptions
-from engine.errors import ModelRefused
-from kernels.zeros import zeros_on_use
+from gristmill.engine import build
+from gristmill.engine.build import num_kv_blocks
+from gristmill.engine.config import BLOCK_SIZE, EngineOptions
+from gristmill.engine.errors import ModelRefused
+from gristmill.kernels.zeros import zeros_on_use
 from tests.engine.parity import load_engine
 from tests.engine.tiny_models import build_tiny_model
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.chat import ChatTemplate
-from engine.errors import ChatTemplateError, ModelRefused
+from gristmill.engine.errors import ChatTemplateError, ModelRefused
+from gristmill.engine.text.chat import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

@@ -15,10 +15,10 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.checkpoint import check_quantization, load_checkpoint, resolve_dtype
-from engine.config import RopeScaling
-from engine.errors import ModelRefused
-from engine.gguf_config import llama3_divisors
+from gristmill.engine.checkpoint.gguf_config import llama3_divisors
+from gristmill.engine.checkpoint.opening import check_quantization, load_checkpoint, resolve_dtype
+from gristmill.engine.config import RopeScaling
+from gristmill.engine.errors import ModelRefused
 from tests.engine.tiny_models import CONFIG_CLASSES, build_tiny_gguf, build_tiny_model
 
 LLAMA3 = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from engine.tokenizer import load_tokenizer
+from gristmill.engine.text.tokenizer import load_tokenizer
 from tests.engine.chats import build_chat, encode_chat
 
 

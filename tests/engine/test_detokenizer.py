@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.tokenizer import Tokenizer, load_tokenizer
+from gristmill.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.chats import TEXTS
 
 

@@ -6,8 +6,8 @@ from array import array
 
 import pytest
 
-from engine.build import token_budget
-from engine.request import Request, SamplingParams
+from gristmill.engine.build import token_budget
+from gristmill.engine.request import Request, SamplingParams
 from tests.engine.parity import generate, load_engine, rebuild
 from tests.engine.tiny_models import build_tiny_model
 

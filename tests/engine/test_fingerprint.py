@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ModelRefused
-from engine.fingerprint import fingerprint
+from gristmill.engine.checkpoint.fingerprint import fingerprint
+from gristmill.engine.errors import ModelRefused
 from tests.engine.tiny_models import build_tiny_gguf, build_tiny_model
 
 

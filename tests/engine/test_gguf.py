@@ -10,8 +10,8 @@ import gguf
 import numpy as np
 import pytest
 
-from engine.errors import ModelRefused
-from engine.gguf import load_gguf, tensor_bytes
+from gristmill.engine.checkpoint.gguf import load_gguf, tensor_bytes
+from gristmill.engine.errors import ModelRefused
 
 HEADER = struct.Struct("<4sIQQ")
 

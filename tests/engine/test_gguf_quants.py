@@ -6,7 +6,13 @@ import gguf
 import numpy as np
 import pytest
 
-from engine.gguf_quants import BLOCK_SHAPES, CODE_SHAPES, dequantize, row_bytes, split_blocks
+from gristmill.engine.checkpoint.gguf_quants import (
+    BLOCK_SHAPES,
+    CODE_SHAPES,
+    dequantize,
+    row_bytes,
+    split_blocks,
+)
 from tests.engine.gguf_blocks import GOLDEN, random_blocks
 
 QUANTIZABLE = [name for name, (size, _) in BLOCK_SHAPES.items() if size < 256]  # by the package

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import groups
-from engine.groups import plan_groups
-from kernels.ops import PrefixGroup
+from gristmill.engine.batch import groups
+from gristmill.engine.batch.groups import plan_groups
+from gristmill.kernels.ops import PrefixGroup
 
 WIDTH = 6
 row = st.tuples(st.lists(st.integers(0, 1), min_size=WIDTH, max_size=WIDTH), st.integers(0, WIDTH))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.config import ModelConfig
-from engine.model import Model, max_head_rows
-from engine.random_weights import random_weights
-from kernels.linear import round_rows
+from gristmill.engine.config import ModelConfig
+from gristmill.engine.model.decoder import Model, max_head_rows
+from gristmill.engine.model.random_weights import random_weights
+from gristmill.kernels.linear import round_rows
 
 VOCAB_SIZES = [1, 96, 32_000, 49_152, 65_024, 128_256, 151_936, 262_144]
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import BLOCK_SIZE
-from engine.engine import Engine
-from engine.errors import ModelRefused
-from engine.kv_scales import (
+from gristmill.engine.batch.scheduler import Scheduler
+from gristmill.engine.config import BLOCK_SIZE
+from gristmill.engine.engine import Engine
+from gristmill.engine.errors import ModelRefused
+from gristmill.engine.model.kv_scales import (
     HEADROOM,
     MAX_CODE,
     TEXT,
@@ -18,11 +19,10 @@ from engine.kv_scales import (
     measure_kv,
     to_kv_scales,
 )
-from engine.model_runner import ModelRunner
-from engine.null_tokenizer import NullTokenizer
-from engine.scheduler import Scheduler
-from kernels.ops import AttentionBatch, KVCache, KVScales, RopeTables
-from kernels.reference import round_kv
+from gristmill.engine.model.runner import ModelRunner
+from gristmill.engine.null_tokenizer import NullTokenizer
+from gristmill.kernels.ops import AttentionBatch, KVCache, KVScales, RopeTables
+from gristmill.kernels.reference import round_kv
 from tests.engine.parity import generate, load_engine
 from tests.engine.tiny_models import build_tiny_model
 

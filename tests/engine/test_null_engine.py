@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineOptions
-from engine.errors import ModelRefused
-from engine.null_engine import NullEngine, parse_null_url
-from engine.request import Completion, Request, SamplingParams
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.errors import ModelRefused
+from gristmill.engine.null_engine import NullEngine, parse_null_url
+from gristmill.engine.request import Completion, Request, SamplingParams
 
 
 def _engine(
@@ -139,7 +139,7 @@ def test_a_malformed_url_is_refused_with_the_keys_that_exist(model: str, reason:
 
 def test_neither_torch_nor_numpy_is_imported(repo_root: Path) -> None:
     code = (
-        "import engine.process, worker.engine_client, sys;"
+        "import gristmill.engine.process.serve, gristmill.worker.engine.client, sys;"
         "print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     command = [sys.executable, "-c", code]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from engine.scoring import Forced, Scorer
+from gristmill.engine.measure.scoring import Forced, Scorer
 from tests.engine.parity import Oracle, generate, load_engine, rebuild
 from tests.engine.tiny_models import build_tiny_model
 

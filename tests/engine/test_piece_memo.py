@@ -13,11 +13,11 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import piece_memo
-from engine.gguf import load_gguf
-from engine.gguf_tokenizer import gguf_tokenizer_spec
-from engine.piece_memo import PieceMemo, can_cut
-from engine.tokenizer import ModelTokenizer, load_tokenizer
+from gristmill.engine.checkpoint.gguf import load_gguf
+from gristmill.engine.text import piece_memo
+from gristmill.engine.text.gguf_tokenizer import gguf_tokenizer_spec
+from gristmill.engine.text.piece_memo import PieceMemo, can_cut
+from gristmill.engine.text.tokenizer import ModelTokenizer, load_tokenizer
 from tests.engine.chats import TEXTS
 from tests.engine.tiny_models import build_tiny_gguf, build_tiny_model
 

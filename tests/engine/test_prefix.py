@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.block_pool import BlockPool
-from engine.prefix import PrefixTree
-from engine.scheduler import Scheduler
-from engine.slots import Slots
+from gristmill.engine.batch.block_pool import BlockPool
+from gristmill.engine.batch.prefix import PrefixTree
+from gristmill.engine.batch.scheduler import Scheduler
+from gristmill.engine.batch.sequence import Slots
 from tests.engine.simulation import build_sequence, run_step, run_to_end
 
 

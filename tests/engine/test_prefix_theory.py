@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.prefix_theory import max_shared_tokens
-from engine.scheduler import Scheduler
+from gristmill.engine.batch.prefix_theory import max_shared_tokens
+from gristmill.engine.batch.scheduler import Scheduler
 from tests.engine.simulation import build_sequence
 
 prompt = st.lists(st.integers(1, 2), min_size=1, max_size=9)

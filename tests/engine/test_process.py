@@ -17,14 +17,15 @@ from queue import SimpleQueue
 
 import pytest
 
-from engine import process, protocol
-from engine.config import EngineOptions
-from engine.errors import ModelRefused
-from engine.null_engine import NullEngine
-from engine.process import EngineLoop, SteppingEngine
-from engine.protocol import Message, MessageReader
-from engine.report_writer import Report, encode_report
-from engine.request import Completion, Request, SamplingParams
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.errors import ModelRefused
+from gristmill.engine.null_engine import NullEngine
+from gristmill.engine.process import protocol
+from gristmill.engine.process import serve as process
+from gristmill.engine.process.protocol import Message, MessageReader
+from gristmill.engine.process.report_writer import Report, encode_report
+from gristmill.engine.process.serve import EngineLoop, SteppingEngine
+from gristmill.engine.request import Completion, Request, SamplingParams
 
 OPTIONS = EngineOptions(max_num_seqs=1)
 ORPHAN_LIMIT_S = 2.0
@@ -206,7 +207,7 @@ def test_a_worker_that_is_gone_does_not_hide_the_exit_code(monkeypatch: pytest.M
 @contextmanager
 def _engine_process(repo_root: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "engine.process", "--fd", str(theirs.fileno())]
+    command = [sys.executable, "-m", "gristmill.engine.process", "--fd", str(theirs.fileno())]
     with ours, subprocess.Popen(command, cwd=repo_root, pass_fds=[theirs.fileno()]) as child:
         theirs.close()
         try:
@@ -258,7 +259,7 @@ def test_ctrl_c_does_not_end_the_process(repo_root: Path) -> None:
 
 BUSY_CHILD = """
 import os, sys
-from engine.process import die_with_parent
+from gristmill.engine.process.serve import die_with_parent
 die_with_parent(int(sys.argv[1]))
 os.write(1, b"%d" % os.getpid())
 sum(range(10**15))  # holds the GIL

@@ -6,10 +6,10 @@ from array import array
 
 import pytest
 
-from engine import protocol
-from engine.config import EngineOptions
-from engine.protocol import MessageReader, ProtocolError
-from engine.request import Completion, EngineCounters, EngineInfo, Request, SamplingParams
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.process import protocol
+from gristmill.engine.process.protocol import MessageReader, ProtocolError
+from gristmill.engine.request import Completion, EngineCounters, EngineInfo, Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=5)
 PENALIZED = SamplingParams(

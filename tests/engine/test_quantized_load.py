@@ -8,15 +8,15 @@ import pytest
 import torch
 import transformers
 
-from engine import build
-from engine.checkpoint import load_checkpoint
-from engine.config import EngineOptions
-from engine.errors import ModelRefused
-from engine.fingerprint import fingerprint
-from engine.quantize.rtn import default_group_size, quantize_rtn
-from engine.random_weights import build_random_engine
-from engine.weights import iterate_weights
-from kernels.quantized import QuantizedTensor
+from gristmill.engine import build
+from gristmill.engine.checkpoint.fingerprint import fingerprint
+from gristmill.engine.checkpoint.opening import load_checkpoint
+from gristmill.engine.checkpoint.weights import iterate_weights
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.errors import ModelRefused
+from gristmill.engine.model.random_weights import build_random_engine
+from gristmill.engine.quantize.rtn import default_group_size, quantize_rtn
+from gristmill.kernels.quantized import QuantizedTensor
 from tests.engine.parity import Oracle, generate, load_engine
 from tests.engine.tiny_models import build_tiny_gguf, build_tiny_model
 from tests.kernels.test_layers_cpu import PLAIN

@@ -10,10 +10,10 @@ from contextlib import closing
 
 import pytest
 
-from engine import protocol
-from engine.protocol import Message, MessageReader
-from engine.report_writer import MAX_REPORTS, Report, ReportWriter
-from engine.request import Completion, EngineCounters
+from gristmill.engine.process import protocol
+from gristmill.engine.process.protocol import Message, MessageReader
+from gristmill.engine.process.report_writer import MAX_REPORTS, Report, ReportWriter
+from gristmill.engine.request import Completion, EngineCounters
 
 LIMIT_S = 10.0
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.config import ModelConfig
-from engine.random_weights import random_weights
-from engine.roofline import (
+from gristmill.engine.checkpoint.weight_names import check_tensors
+from gristmill.engine.config import ModelConfig
+from gristmill.engine.measure.roofline import (
     MachineRates,
     StoredBits,
     calibrate,
@@ -15,8 +15,8 @@ from engine.roofline import (
     estimate_run,
     estimate_step,
 )
-from engine.step_trace import StepRecord
-from engine.weight_names import check_tensors
+from gristmill.engine.model.random_weights import random_weights
+from gristmill.engine.step_trace import StepRecord
 
 CONFIG = ModelConfig(
     architecture="llama",
@@ -103,9 +103,9 @@ def test_the_floor_of_a_run_is_that_of_its_steps() -> None:
 def test_a_calibration_gives_rates_that_a_machine_can_have(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.roofline.STREAM_BYTES", 16 << 20)
-    monkeypatch.setattr("engine.roofline.GEMM_SHAPE", (64, 256, 256))
-    monkeypatch.setattr("engine.roofline.PROBE_S", 0.05)
+    monkeypatch.setattr("gristmill.engine.measure.roofline.STREAM_BYTES", 16 << 20)
+    monkeypatch.setattr("gristmill.engine.measure.roofline.GEMM_SHAPE", (64, 256, 256))
+    monkeypatch.setattr("gristmill.engine.measure.roofline.PROBE_S", 0.05)
     rates = calibrate(dtype)
     assert 1e7 < rates.bytes_per_s < 1e14
     assert 1e7 < rates.flops_per_s < 1e16

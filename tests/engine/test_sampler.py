@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.request import Request, SamplingParams
-from engine.sampler import sample, sampling_rows, uniform
-from engine.sequence import Sequence
-from engine.slots import Slots
+from gristmill.engine.batch.sequence import Sequence, Slots
+from gristmill.engine.model.sampler import sample, sampling_rows, uniform
+from gristmill.engine.request import Request, SamplingParams
 
 VOCAB = 50
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler import Scheduler
+from gristmill.engine.batch.scheduler import Scheduler
 from tests.engine.simulation import build_sequence, run_step, run_to_end
 
 

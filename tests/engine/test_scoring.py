@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from engine.scoring import Forced, Scorer, contrast, plan_batches, score
+from gristmill.engine.measure.scoring import Forced, Scorer, contrast, plan_batches, score
 from tests.engine.parity import generate, load_engine
 from tests.engine.tiny_models import build_tiny_model
 

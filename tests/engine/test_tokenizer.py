@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import transformers
 
-from engine.errors import ChatTemplateError, ModelRefused
-from engine.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer
+from gristmill.engine.errors import ChatTemplateError, ModelRefused
+from gristmill.engine.text.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer
 from tests.engine.chats import TEXTS, build_chat, encode_chat
 from tests.engine.tiny_models import (
     CHAT_TEMPLATE,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from engine.block_pool import BlockPool
-from engine.prefix import PrefixTree
-from engine.waiting import WaitingRows, plan_order
+from gristmill.engine.batch.block_pool import BlockPool
+from gristmill.engine.batch.prefix import PrefixTree
+from gristmill.engine.batch.waiting import WaitingRows, plan_order
 from tests.engine.simulation import build_sequence
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from engine.checkpoint import load_checkpoint
-from engine.formats import gguf_codes
-from engine.gguf import load_gguf, tensor_bytes
-from engine.gguf_quants import BLOCK_SHAPES
-from engine.weights import dequantized, iterate_weights, load_tensor
+from gristmill.engine.checkpoint.formats import gguf_codes
+from gristmill.engine.checkpoint.gguf import load_gguf, tensor_bytes
+from gristmill.engine.checkpoint.gguf_quants import BLOCK_SHAPES
+from gristmill.engine.checkpoint.opening import load_checkpoint
+from gristmill.engine.checkpoint.weights import dequantized, iterate_weights, load_tensor
 from tests.engine.tiny_models import CONFIG_CLASSES, build_tiny_gguf, build_tiny_model
 
 

@@ -19,7 +19,7 @@ from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from jobs import client
+from gristmill.jobs import client
 from tests.integration.row_check import RowId, RowReport, check_rows, pending_uploads, read_files
 from tests.integration.worker_process import COMMAND, PATIENCE_S, ROOT, WorkerProcess, wait_until
 from tests.servers import S3Server

@@ -20,10 +20,10 @@ NUM_AT_ONCE = 5
 POINTS = ("finalize.claimed", "finalize.checked", "manifest.before", "manifest.after")
 FINALIZER = """
 import sys, time
-from jobs.finalize import finalize_job
-from jobs.owner import current_owner
-from jobs.storage import open_storage
-from jobs.store import open_store
+from gristmill.jobs.output.finalize import finalize_job
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.storage.folder import open_storage
+from gristmill.jobs.store.store import open_store
 
 url, lease_s, job_id = sys.argv[1:]
 with open_store(url, lease_s=float(lease_s)) as store:

@@ -13,6 +13,7 @@ from itertools import count
 import psutil
 import pytest
 
+from gristmill.worker.engine.credit_window import NULL_WINDOW_S
 from tests.integration.chaos import (
     LONG,
     RECOVERY_S,
@@ -26,7 +27,6 @@ from tests.integration.cluster import Cluster
 from tests.integration.devices import Devices, RowRun, count_redone, first_run
 from tests.integration.row_check import comparable
 from tests.integration.worker_process import UP, WorkerProcess, wait_until
-from worker.credit_window import NULL_WINDOW_S
 
 DELAY_MS = 15
 MODEL = {"null": f"null:?delay_ms={DELAY_MS}"}

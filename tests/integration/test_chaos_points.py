@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from jobs.crash_points import POINTS
+from gristmill.jobs.crash_points import POINTS
 from tests.integration.clean_run import assert_as_clean, num_rows_redone
 from tests.integration.cluster import Cluster
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from jobs.crash_points import SPOOL_POINTS
+from gristmill.jobs.crash_points import SPOOL_POINTS
 from tests.integration.cluster import Cluster
 from tests.integration.row_check import comparable
 

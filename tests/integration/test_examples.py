@@ -11,9 +11,9 @@ from pathlib import Path
 import pyarrow.dataset as ds
 import pytest
 
-from engine.tokenizer import load_tokenizer
+from gristmill.engine.text.tokenizer import load_tokenizer
 
-COMMAND = [sys.executable, "-c", "from worker.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from gristmill.worker.cli.main import main; main()"]
 
 
 def load_expected(repo_root: Path, section: str) -> dict[int, str]:

@@ -16,7 +16,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.store import open_store
+from gristmill.jobs.store.store import open_store
 
 LIMIT_S = 240.0
 COMPARED = ("completion", "finish_reason", "prompt_tokens", "completion_tokens", "error_code")
@@ -40,7 +40,7 @@ def write_rows(folder: Path, examples: Path, num_rows: int) -> Path:
 
 def run_command(source: Path, output: Path, model: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "worker.cli", "run", str(source), "--output", str(output), "--model", model),
+        *(sys.executable, "-m", "gristmill", "run", str(source), "--output", str(output), "--model", model),
         *("--prompt", "Say what this customer needs: {{ text }}", "--max-tokens", "8", "--dtype", "float32"),
         *("--shard-rows", "15", "--database-url", f"sqlite:///{output.parent / (output.name + '.db')}"),
     ]

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import redis
 
-from jobs.client import results
+from gristmill.jobs.client import results
 from tests.integration.cluster import TERMINAL, Cluster
 from tests.integration.worker_process import WorkerProcess
 

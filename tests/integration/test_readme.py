@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.s3 import s3_client
+from gristmill.jobs.storage.s3.client import s3_client
 
 MODEL = "models/smollm2-135m-instruct.gguf"
 EXAMPLES = ("submit_with_celery.py", "progress_with_psycopg.py", "submit_safely.py", "airflow_dag.py")
@@ -60,7 +60,7 @@ def run(folder: Path, *command: str) -> str:
 
 
 def run_gristmill(folder: Path, words: list[str]) -> str:
-    return run(folder, sys.executable, "-m", "worker.cli", *words)
+    return run(folder, sys.executable, "-m", "gristmill", *words)
 
 
 def run_python(folder: Path, code: str) -> str:
@@ -130,7 +130,7 @@ def cluster(
     run_gristmill(tmp_path, ["migrate"])
     with (tmp_path / "worker.log").open("wb") as log:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "worker.cli", *cluster.worker_words],
+            [sys.executable, "-m", "gristmill", *cluster.worker_words],
             cwd=tmp_path,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stderr=log,

@@ -16,7 +16,7 @@ import psutil
 from tests.child_process import start_child
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = (sys.executable, "-m", "worker.cli")
+COMMAND = (sys.executable, "-m", "gristmill")
 UP = "the worker is up"
 PATIENCE_S = 240.0  # for what has to happen some time, on a machine however busy
 

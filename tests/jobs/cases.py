@@ -13,20 +13,20 @@ import pyarrow as pa
 import pyarrow.dataset
 from sqlalchemy import update
 
-from jobs import parts
-from jobs.models import jobs
-from jobs.owner import Owner, current_owner
-from jobs.part_schema import build_part_schema
-from jobs.parts import strip_errors, write_attempt
-from jobs.planning import Plan, ShardRange
-from jobs.publishing import publish_part
-from jobs.records import JobRecord, ModelOffer, PartFile, PieceRecord, ShardClaim
-from jobs.results import Result
-from jobs.sources import Source
-from jobs.spec import JobSpec
-from jobs.stats import JobStats, ShardCounts
-from jobs.storage import Storage
-from jobs.store import Store
+from gristmill.jobs.input.sources import Source
+from gristmill.jobs.output import parts
+from gristmill.jobs.output.parts import strip_errors, write_attempt
+from gristmill.jobs.output.publishing import publish_part
+from gristmill.jobs.output.schema import build_part_schema
+from gristmill.jobs.owner import Owner, current_owner
+from gristmill.jobs.plan.cutting import Plan, ShardRange
+from gristmill.jobs.records import JobRecord, ModelOffer, PartFile, PieceRecord, ShardClaim
+from gristmill.jobs.results import Result
+from gristmill.jobs.spec import JobSpec
+from gristmill.jobs.stats import JobStats, ShardCounts
+from gristmill.jobs.storage.folder import Storage
+from gristmill.jobs.store.models import jobs
+from gristmill.jobs.store.store import Store
 
 SCHEMA = build_part_schema([], {}, any_jsonl=True)
 SOURCES = [Source("/data/tickets.jsonl", 1000, "1", "jsonl")]

@@ -10,11 +10,11 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, event
 
-from jobs.database import connect_database
-from jobs.models import metadata
-from jobs.s3_file import S3InputFile
-from jobs.storage import Storage, open_storage
-from jobs.store import LEASE_S, Store
+from gristmill.jobs.storage.folder import Storage, open_storage
+from gristmill.jobs.storage.s3.file import S3InputFile
+from gristmill.jobs.store.database import connect_database
+from gristmill.jobs.store.models import metadata
+from gristmill.jobs.store.store import LEASE_S, Store
 from tests.jobs.cases import Clock
 from tests.servers import PostgresServer
 

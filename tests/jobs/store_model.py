@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobs.records import JobRecord
-from jobs.storage import Storage
+from gristmill.jobs.records import JobRecord
+from gristmill.jobs.storage.folder import Storage
 
 
 @dataclass

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.allowed import check_allowed
-from jobs.errors import RefusedError
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.storage.allowed import check_allowed
 
 
 @pytest.fixture

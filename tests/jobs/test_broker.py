@@ -1,4 +1,4 @@
-"""The broker's settings, and doorbells: sent, lost without harm, never waited for."""
+"""The broker's settings, and notifications: sent, lost without harm, never waited for."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from collections.abc import Iterator
 
 import pytest
 
-from jobs.broker import (
+from gristmill.jobs.broker import (
     CONTROL_QUEUE,
+    NOTIFY_TIMEOUT_S,
     PLAIN_QUEUE,
     PLAN_JOB,
-    RING_TIMEOUT_S,
-    Bell,
+    Notifier,
     bind_plain_clients,
     broker_url,
     build_celery,
     count_waiting,
     has_broker,
     model_queue,
-    ring,
+    notify,
 )
-from jobs.errors import RefusedError
+from gristmill.jobs.errors import RefusedError
 from tests.servers import RedisServer
 
 NOBODY = "redis://:secret@127.0.0.1:1/0"
 
 
 @pytest.fixture
-def bell(redis_url: str) -> Iterator[Bell]:
-    opened = Bell(redis_url)
+def notifier(redis_url: str) -> Iterator[Notifier]:
+    opened = Notifier(redis_url)
     yield opened
     opened.close()
 
@@ -83,12 +83,12 @@ def test_the_settings_are_those_that_were_measured(monkeypatch: pytest.MonkeyPat
     }
 
 
-def test_a_ring_is_one_message_without_any_binding(
-    bell: Bell, redis_url: str, redis_server: RedisServer
+def test_a_notify_is_one_message_without_any_binding(
+    notifier: Notifier, redis_url: str, redis_server: RedisServer
 ) -> None:
-    assert bell.ring(PLAN_JOB, ["job_a"], CONTROL_QUEUE)
-    assert bell.ring(PLAN_JOB, ["job_b"], CONTROL_QUEUE, "high")
-    assert bell.ring(PLAN_JOB, ["job_c"], model_queue("m"), "low")
+    assert notifier.notify(PLAN_JOB, ["job_a"], CONTROL_QUEUE)
+    assert notifier.notify(PLAN_JOB, ["job_b"], CONTROL_QUEUE, "high")
+    assert notifier.notify(PLAN_JOB, ["job_c"], model_queue("m"), "low")
     separator = b"\x06\x16"
     expected = {b"gristmill" + separator + b"3", b"gristmill", b"gristmill.model.m" + separator + b"6"}
     assert keys(redis_server, redis_url) == expected
@@ -96,8 +96,8 @@ def test_a_ring_is_one_message_without_any_binding(
 
 def test_a_broker_that_refuses_is_one_line_and_not_an_error(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert not ring(build_celery(NOBODY, RING_TIMEOUT_S), PLAN_JOB, ["job_a"], CONTROL_QUEUE)
-    (record,) = [record for record in caplog.records if record.name == "jobs.broker"]
+        assert not notify(build_celery(NOBODY, NOTIFY_TIMEOUT_S), PLAN_JOB, ["job_a"], CONTROL_QUEUE)
+    (record,) = [record for record in caplog.records if record.name == "gristmill.jobs.broker"]
     assert "the broker does not answer" in record.getMessage()
     assert "secret" not in caplog.text
 
@@ -108,39 +108,39 @@ def test_a_broker_that_is_silent_costs_three_seconds_at_most() -> None:
         listener.listen()
         url = f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
         start_s = time.monotonic()
-        assert not ring(build_celery(url, RING_TIMEOUT_S), PLAN_JOB, ["job_a"], CONTROL_QUEUE)
+        assert not notify(build_celery(url, NOTIFY_TIMEOUT_S), PLAN_JOB, ["job_a"], CONTROL_QUEUE)
         assert time.monotonic() - start_s < 4.0
 
 
-def test_a_bell_is_silent_for_a_while_after_a_failure(
+def test_a_notifier_is_silent_for_a_while_after_a_failure(
     monkeypatch: pytest.MonkeyPatch, redis_url: str
 ) -> None:
     now, answers, calls = 100.0, False, []
 
-    def fake_ring(*args: object) -> bool:
+    def fake_notify(*args: object) -> bool:
         calls.append(args)
         return answers
 
-    monkeypatch.setattr("jobs.broker.ring", fake_ring)
-    bell = Bell(redis_url, pause_s=5.0, clock=lambda: now)
-    assert not bell.ring(PLAN_JOB, ["a"], CONTROL_QUEUE)
-    assert not bell.ring(PLAN_JOB, ["b"], CONTROL_QUEUE)
+    monkeypatch.setattr("gristmill.jobs.broker.notify", fake_notify)
+    notifier = Notifier(redis_url, pause_s=5.0, clock=lambda: now)
+    assert not notifier.notify(PLAN_JOB, ["a"], CONTROL_QUEUE)
+    assert not notifier.notify(PLAN_JOB, ["b"], CONTROL_QUEUE)
     assert len(calls) == 1
     now, answers = 105.0, True
-    assert bell.ring(PLAN_JOB, ["c"], CONTROL_QUEUE)
-    bell.close()
+    assert notifier.notify(PLAN_JOB, ["c"], CONTROL_QUEUE)
+    notifier.close()
 
 
-def test_what_waits_is_counted_over_all_priorities(bell: Bell, redis_url: str) -> None:
-    celery = build_celery(redis_url, RING_TIMEOUT_S)
+def test_what_waits_is_counted_over_all_priorities(notifier: Notifier, redis_url: str) -> None:
+    celery = build_celery(redis_url, NOTIFY_TIMEOUT_S)
     assert count_waiting(celery) == 0
-    bell.ring(PLAN_JOB, ["job_a"], CONTROL_QUEUE, "high")
-    bell.ring(PLAN_JOB, ["job_b"], PLAIN_QUEUE, "low")
+    notifier.notify(PLAN_JOB, ["job_a"], CONTROL_QUEUE, "high")
+    notifier.notify(PLAN_JOB, ["job_b"], PLAIN_QUEUE, "low")
     assert count_waiting(celery) == 2
 
 
 def test_plain_clients_are_bound_again_after_a_flush(redis_url: str, redis_server: RedisServer) -> None:
-    celery = build_celery(redis_url, RING_TIMEOUT_S)
+    celery = build_celery(redis_url, NOTIFY_TIMEOUT_S)
     with redis_server.client(int(redis_url.rpartition("/")[2])) as client:
         for _ in range(2):
             client.flushdb()
@@ -148,7 +148,7 @@ def test_plain_clients_are_bound_again_after_a_flush(redis_url: str, redis_serve
             assert {b"_kombu.binding.celery", b"_kombu.binding.gristmill"} <= set(client.keys("*"))
 
 
-def test_many_hints_are_one_key(redis_url: str, redis_server: RedisServer, bell: Bell) -> None:
+def test_many_hints_are_one_key(redis_url: str, redis_server: RedisServer, notifier: Notifier) -> None:
     for _ in range(100):
-        bell.ring(PLAN_JOB, ["job_a"], CONTROL_QUEUE)
+        notifier.notify(PLAN_JOB, ["job_a"], CONTROL_QUEUE)
     assert len(keys(redis_server, redis_url)) == 1

@@ -1,4 +1,4 @@
-"""The Python client: a job goes in by the database, the broker is only rung, and results come out as a dataset."""
+"""The Python client: a job goes in by the database, the broker is only notified, and results come out as a dataset."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import pyarrow.compute as pc
 import pytest
 
-from jobs import client
-from jobs.broker import CONTROL_QUEUE, PLAN_JOB
-from jobs.errors import RefusedError, StoreUnavailable
-from jobs.records import JobStatus
-from jobs.spec import JobSpec
-from jobs.states import JobState
-from jobs.storage import Storage, open_storage
-from jobs.store import Store, open_store
+from gristmill.jobs import client
+from gristmill.jobs.broker import CONTROL_QUEUE, PLAN_JOB
+from gristmill.jobs.errors import RefusedError, StoreUnavailable
+from gristmill.jobs.records import JobStatus
+from gristmill.jobs.spec import JobSpec
+from gristmill.jobs.states import JobState
+from gristmill.jobs.storage.folder import Storage, open_storage
+from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import claim_or_fail, commit_rows, create_job, run_all
 from tests.servers import RedisServer
 
@@ -54,7 +54,7 @@ def test_a_submission_is_a_job_in_the_database(url: str, jobs: Store, tmp_path: 
     assert client.status(job_id, database_url=url).state == "validating"
 
 
-def test_the_workers_are_rung_once(
+def test_the_workers_are_notified_once(
     url: str, jobs: Store, tmp_path: Path, redis_url: str, redis_server: RedisServer
 ) -> None:
     words = order(tmp_path) | {"idempotency_key": "k", "priority": "high"}
@@ -178,8 +178,8 @@ def test_a_program_that_looked_at_some_results_in_an_object_store_ends_well(
     job = create_job(jobs, output, 5, 7)  # type: ignore[arg-type]
     run_all(jobs, open_storage(output), job)
     code = (
-        "import sys, jobs.client\n"
-        "dataset = jobs.client.results(sys.argv[1], database_url=sys.argv[2])\n"
+        "import sys, gristmill.jobs.client\n"
+        "dataset = gristmill.jobs.client.results(sys.argv[1], database_url=sys.argv[2])\n"
         "print(dataset.count_rows(), len(dataset.head(3)))"
     )
     command = [sys.executable, "-c", code, job.job_id, url]
@@ -197,7 +197,7 @@ def test_results_in_memory_are_refused(url: str, jobs: Store) -> None:
 
 def test_the_client_imports_neither_torch_nor_celery_nor_the_worker(repo_root: Path) -> None:
     code = (
-        "import sys, jobs.client\n"
+        "import sys, gristmill.jobs.client\n"
         "heavy = {'torch', 'celery', 'kombu', 'worker', 'engine', 'boto3'} & set(sys.modules)\n"
         "sys.exit(f'imported at start: {sorted(heavy)}' if heavy else 0)"
     )

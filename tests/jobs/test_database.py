@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, text
 
-import jobs.database
-from jobs.database import (
+import gristmill.jobs.store.database
+from gristmill.jobs.errors import OutputError, RefusedError, StoreError, StoreUnavailable
+from gristmill.jobs.store.database import (
     connect_database,
     database_now,
     database_url,
@@ -18,7 +19,6 @@ from jobs.database import (
     safe_url,
     write_transaction,
 )
-from jobs.errors import OutputError, RefusedError, StoreError, StoreUnavailable
 from tests.server_process import free_ports
 from tests.servers import PostgresServer, running
 from tests.tcp_proxy import TcpProxy, proxy_before
@@ -104,7 +104,7 @@ def test_a_full_disk_under_the_file_says_so(sqlite_engine: Engine) -> None:
 
 
 def test_a_file_that_stays_locked_means_try_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs.database, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(gristmill.jobs.store.database, "BUSY_TIMEOUT_S", 0.05)
     engine = connect_database(f"sqlite:///{path}")
     with write_transaction(engine):
         with pytest.raises(StoreUnavailable, match="does not answer now.*locked"):
@@ -232,7 +232,7 @@ def test_a_transaction_that_stands_still_is_ended_by_the_server(
     migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that was paused between two statements holds its row locks for a limited time only."""
-    monkeypatch.setattr(jobs.database, "IDLE_IN_TRANSACTION_S", 1)
+    monkeypatch.setattr(gristmill.jobs.store.database, "IDLE_IN_TRANSACTION_S", 1)
     engine = connect_database(migrated_postgres_url)
     with pytest.raises(StoreUnavailable, match="idle-in-transaction|does not answer now"):
         with write_transaction(engine) as paused:

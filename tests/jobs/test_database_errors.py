@@ -6,7 +6,7 @@ import psycopg
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from jobs.database_errors import is_passing
+from gristmill.jobs.store.database_errors import is_passing
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import jobs.finalize
-from jobs.errors import OutputError
-from jobs.finalize import finalize_job
-from jobs.owner import current_owner
-from jobs.part_formats import PartRows
-from jobs.parts import count_part
-from jobs.records import FinalizeClaim, PartFile
-from jobs.states import JobState
-from jobs.storage import Storage, open_storage
-from jobs.store import Store, open_store
+import gristmill.jobs.output.finalize
+from gristmill.jobs.errors import OutputError
+from gristmill.jobs.output.finalize import finalize_job
+from gristmill.jobs.output.formats import PartRows
+from gristmill.jobs.output.parts import count_part
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.records import FinalizeClaim, PartFile
+from gristmill.jobs.states import JobState
+from gristmill.jobs.storage.folder import Storage, open_storage
+from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import (
     ELSEWHERE,
     OTHER_PLACE,
@@ -164,7 +164,7 @@ def kill_at(patch: pytest.MonkeyPatch, storage: Storage, step: str, when: str) -
     if step.startswith("storage."):
         target: object = type(storage)
     else:
-        target = Store if hasattr(Store, name) else jobs.finalize
+        target = Store if hasattr(Store, name) else gristmill.jobs.output.finalize
     plain = getattr(target, name)
 
     def killed(*args: object) -> None:
@@ -243,7 +243,7 @@ def test_a_paused_finalizer_takes_nothing_from_the_run_after_it(
     job = submit_job(store, place, 4, 4)
     store.fail_shard(claim_next(store), "no")
     run_queue(store, storage)
-    plain = jobs.finalize.list_attempts
+    plain = gristmill.jobs.output.finalize.list_attempts
 
     def pause(storage: Storage) -> list[str]:
         patch.undo()
@@ -254,7 +254,7 @@ def test_a_paused_finalizer_takes_nothing_from_the_run_after_it(
         return plain(storage)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs.finalize, "list_attempts", pause)
+        patch.setattr(gristmill.jobs.output.finalize, "list_attempts", pause)
         finalize_job(store, storage, job.job_id, ELSEWHERE)
     assert len(storage.names("_attempts")) == 1
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
@@ -279,8 +279,8 @@ def test_the_claim_is_kept_while_a_part_is_slow(
         assert slow.wait(60)
         return count_part(storage, part)
 
-    monkeypatch.setattr(jobs.finalize, "_RENEW_EVERY_S", 0.01)
-    monkeypatch.setattr(jobs.finalize, "count_part", count_slowly)
+    monkeypatch.setattr(gristmill.jobs.output.finalize, "_RENEW_EVERY_S", 0.01)
+    monkeypatch.setattr(gristmill.jobs.output.finalize, "count_part", count_slowly)
     monkeypatch.setattr(store, "renew_finalize", renew)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.histogram import Histogram
-from jobs.stats import JobStats, merge_stats
+from gristmill.jobs.histogram import Histogram
+from gristmill.jobs.stats import JobStats, merge_stats
 
 durations = st.lists(st.floats(min_value=1e-5, max_value=1e5), min_size=1, max_size=50)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jobs.identity import job_identity, sample_seed
-from jobs.sources import Source
-from jobs.spec import JobSpec
+from gristmill.jobs.identity import job_identity, sample_seed
+from gristmill.jobs.input.sources import Source
+from gristmill.jobs.spec import JobSpec
 
 SOURCES = [Source("/a.jsonl", 10, "1", "jsonl"), Source("/b.jsonl", 20, "2", "jsonl")]
 

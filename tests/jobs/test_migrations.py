@@ -14,7 +14,8 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, text
 
-from jobs.database import (
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.store.database import (
     SCHEMA_REVISION,
     connect_database,
     migrate_database,
@@ -22,9 +23,8 @@ from jobs.database import (
     run_migrations,
     write_transaction,
 )
-from jobs.errors import RefusedError
-from jobs.models import metadata
-from jobs.store import open_store
+from gristmill.jobs.store.models import metadata
+from gristmill.jobs.store.store import open_store
 
 TABLES = {"alembic_version", "attempts", "events", "jobs", "plan_pieces", "shards", "workers"}
 VIEWS = {"job_progress", "row_errors_by_code", "shard_attempts", "worker_status"}
@@ -104,7 +104,7 @@ def test_a_job_of_before_the_queue_is_kept_up_and_down(url: str) -> None:
 
 
 def test_the_newest_revision_is_the_one_that_the_code_expects() -> None:
-    spec = importlib.util.find_spec("migrations")
+    spec = importlib.util.find_spec("gristmill.migrations")
     assert spec is not None and spec.origin is not None
     config = Config()
     config.set_main_option("script_location", str(Path(spec.origin).parent))

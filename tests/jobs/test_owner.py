@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from jobs.owner import Owner, current_owner, is_alive, is_dead, is_local
+from gristmill.jobs.owner import Owner, current_owner, is_alive, is_dead, is_local
 from tests.jobs.cases import ELSEWHERE, dead_owner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ def test_a_process_that_ended_is_dead() -> None:
 
 
 def test_a_zombie_is_dead() -> None:
-    code = "from jobs.owner import current_owner; print(current_owner().to_text(), flush=True); input()"
+    code = "from gristmill.jobs.owner import current_owner; print(current_owner().to_text(), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:

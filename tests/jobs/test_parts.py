@@ -21,16 +21,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.errors import OutputError, RefusedError
-from jobs.hashing_file import HashingFile
-from jobs.part_schema import build_part_schema, holds_json, kept_fields, load_part_schema
-from jobs.parts import count_part, settle_part, strip_errors, write_attempt
-from jobs.planning import ShardRange
-from jobs.records import PartFile, ShardClaim
-from jobs.results import SKIPPED, Result
-from jobs.sources import Source
-from jobs.stats import JobStats, ShardCounts
-from jobs.storage import Storage, open_storage
+from gristmill.jobs.errors import OutputError, RefusedError
+from gristmill.jobs.input.sources import Source
+from gristmill.jobs.output.parts import count_part, settle_part, strip_errors, write_attempt
+from gristmill.jobs.output.schema import build_part_schema, holds_json, kept_fields, load_part_schema
+from gristmill.jobs.plan.cutting import ShardRange
+from gristmill.jobs.records import PartFile, ShardClaim
+from gristmill.jobs.results import SKIPPED, Result
+from gristmill.jobs.stats import JobStats, ShardCounts
+from gristmill.jobs.storage.folder import Storage, open_storage
+from gristmill.jobs.storage.hashing_file import HashingFile
 from tests.jobs.cases import ELSEWHERE, SCHEMA, SOURCES, build_results, load_done_rows
 
 OTHER = "not_utf8"
@@ -137,7 +137,7 @@ def test_no_part_means_no_done_rows(storage: Storage) -> None:
 def test_a_long_part_is_merged_in_several_row_groups(
     storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.part_formats.MAX_GROUP_ROWS", 100)
+    monkeypatch.setattr("gristmill.jobs.output.formats.MAX_GROUP_ROWS", 100)
     first = write(storage, build_results(*range(0, 1000, 2)))
     second = write(storage, build_results(*range(1, 1000, 2)), part=first)
     assert [row["row_index"] for row in read(storage, second)] == list(range(1000))
@@ -149,7 +149,7 @@ def test_a_long_part_is_merged_in_several_row_groups(
 def test_large_rows_make_smaller_row_groups(
     storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.part_formats.MAX_GROUP_BYTES", 10_000)
+    monkeypatch.setattr("gristmill.jobs.output.formats.MAX_GROUP_BYTES", 10_000)
     results = [Result(0, row, completion="x" * 1000) for row in range(50)]
     part = write(storage, results)
     assert pq.read_metadata(out / settle_part(storage, part)).num_row_groups >= 5
@@ -363,7 +363,7 @@ def test_a_part_of_errors_only_becomes_one_without_rows(storage: Storage, output
 def test_stripping_keeps_types_and_row_groups_small(
     storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.part_formats.MAX_GROUP_ROWS", 100)
+    monkeypatch.setattr("gristmill.jobs.output.formats.MAX_GROUP_ROWS", 100)
     whole = write(storage, build_results(*range(1000)))
     part, counts, _ = strip_errors(storage, build_claim(whole), SCHEMA, SOURCES, "parquet")
     settle_part(storage, part)

@@ -12,9 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs import jsonl_scan
-from jobs.errors import RefusedError
-from jobs.plan_pieces import (
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.input.formats import jsonl_scan
+from gristmill.jobs.input.reading import load_rows
+from gristmill.jobs.input.sources import Source, load_sources
+from gristmill.jobs.plan.cutting import Plan, ShardRange, plan_shards
+from gristmill.jobs.plan.pieces import (
     MAX_INLINE_BYTES,
     PlanPiece,
     cut_pieces,
@@ -24,9 +27,6 @@ from jobs.plan_pieces import (
     ranges_from_json,
     ranges_to_json,
 )
-from jobs.planning import Plan, ShardRange, plan_shards
-from jobs.reading import load_rows
-from jobs.sources import Source, load_sources
 
 RECORDS = st.sampled_from([b'{"a":1}', b"", b" ", b"\t\r", b'{"text":"%s"}' % (b"x" * 40), b"bad", b"\x0b"])
 

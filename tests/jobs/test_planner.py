@@ -10,18 +10,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs import plan_pieces, planner
-from jobs.errors import SourceUnavailable
-from jobs.owner import current_owner
-from jobs.part_schema import load_part_schema
-from jobs.planner import build_prefix_key, plan_one_piece, plan_submitted_job
-from jobs.planning import plan_shards
-from jobs.records import JobRecord, WorkerModel
-from jobs.s3 import s3_client, split_s3_uri
-from jobs.sources import load_sources
-from jobs.spec import JobSpec
-from jobs.states import JobState
-from jobs.store import Store
+from gristmill.jobs.errors import SourceUnavailable
+from gristmill.jobs.input.sources import load_sources
+from gristmill.jobs.output.schema import load_part_schema
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.plan import pieces as plan_pieces
+from gristmill.jobs.plan import planner
+from gristmill.jobs.plan.cutting import plan_shards
+from gristmill.jobs.plan.planner import build_prefix_key, plan_one_piece, plan_submitted_job
+from gristmill.jobs.records import JobRecord, WorkerModel
+from gristmill.jobs.spec import JobSpec
+from gristmill.jobs.states import JobState
+from gristmill.jobs.storage.s3.client import s3_client, split_s3_uri
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import ELSEWHERE, OFFER, OTHER_PLACE, Clock, claim_next
 
 OWNER = current_owner()

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from jobs import planner
-from jobs.owner import current_owner
-from jobs.planner import plan_submitted_job
-from jobs.planning import plan_shards
-from jobs.records import JobRecord
-from jobs.sources import load_sources
-from jobs.spec import JobSpec
-from jobs.states import JobState
-from jobs.storage import open_storage
-from jobs.store import Store
+from gristmill.jobs.input.sources import load_sources
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.plan import planner
+from gristmill.jobs.plan.cutting import plan_shards
+from gristmill.jobs.plan.planner import plan_submitted_job
+from gristmill.jobs.records import JobRecord
+from gristmill.jobs.spec import JobSpec
+from gristmill.jobs.states import JobState
+from gristmill.jobs.storage.folder import open_storage
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import OTHER_PLACE, Clock, claim_next, finish_shard, run_queue
 
 OWNER = current_owner()

@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from jobs import jsonl_scan, planning
-from jobs.errors import RefusedError
-from jobs.planning import Plan, ShardRange, plan_job_shards, plan_shards
-from jobs.sources import Source, load_sources
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.input.formats import jsonl_scan
+from gristmill.jobs.input.sources import Source, load_sources
+from gristmill.jobs.plan import cutting as planning
+from gristmill.jobs.plan.cutting import Plan, ShardRange, plan_job_shards, plan_shards
 
 
 def write(folder: Path, name: str, data: bytes) -> Source:

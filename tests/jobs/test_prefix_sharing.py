@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jobs.prefix_sharing import common_prefix_size, estimate_sharing
+from gristmill.jobs.regroup.prefix_sharing import common_prefix_size, estimate_sharing
 
 SYSTEM = b"You are a careful assistant. " * 10
 DOCUMENT_BYTES = 1600

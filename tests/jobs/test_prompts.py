@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import RefusedError
-from jobs.prompts import PromptSource
-from jobs.row_errors import RowError, SkipRow
-from jobs.spec import JobSpec, load_spec
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.prompt.source import PromptSource
+from gristmill.jobs.row_errors import RowError, SkipRow
+from gristmill.jobs.spec import JobSpec, parse_spec
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 
 
 def spec(**fields: Any) -> JobSpec:
-    return load_spec({"input": "a", "output": "o", "model": "null:", **fields})
+    return parse_spec({"input": "a", "output": "o", "model": "null:", **fields})
 
 
 def build(values: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:

@@ -9,11 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from jobs.errors import RefusedError
-from jobs.publishing import check_output, clear_output, redo_publications, remove_strays, sweep_attempts
-from jobs.records import JobRecord
-from jobs.storage import Storage, open_storage
-from jobs.store import Store, open_store
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.output.publishing import (
+    check_output,
+    clear_output,
+    redo_publications,
+    remove_strays,
+    sweep_attempts,
+)
+from gristmill.jobs.records import JobRecord
+from gristmill.jobs.storage.folder import Storage, open_storage
+from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import claim_next, create_job, run_all, run_queue, submit_job, write_rows
 
 SAME, OTHER = "i" * 32, "j" * 32

@@ -15,13 +15,14 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs import bytestream, jsonl, reading
-from jobs.bytestream import ByteStream
-from jobs.errors import RefusedError, SourceError
-from jobs.planning import Plan, plan_shards
-from jobs.reading import load_columns, load_rows
-from jobs.rows import Row
-from jobs.sources import Source, load_sources
+from gristmill.jobs.errors import RefusedError, SourceError
+from gristmill.jobs.input import bytestream, reading
+from gristmill.jobs.input.bytestream import ByteStream
+from gristmill.jobs.input.formats import jsonl
+from gristmill.jobs.input.reading import load_columns, load_rows
+from gristmill.jobs.input.sources import Source, load_sources
+from gristmill.jobs.plan.cutting import Plan, plan_shards
+from gristmill.jobs.rows import Row
 
 
 def write(folder: Path, data: bytes, name: str = "tickets.jsonl") -> Source:

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs import parquet
-from jobs.errors import RefusedError, SourceError
-from jobs.planning import plan_shards
-from jobs.reading import load_columns, load_rows
-from jobs.rows import Row
-from jobs.sources import Source, load_sources
-from jobs.template import PromptTemplate
+from gristmill.jobs.errors import RefusedError, SourceError
+from gristmill.jobs.input.formats import parquet
+from gristmill.jobs.input.reading import load_columns, load_rows
+from gristmill.jobs.input.sources import Source, load_sources
+from gristmill.jobs.plan.cutting import plan_shards
+from gristmill.jobs.prompt.template import PromptTemplate
+from gristmill.jobs.rows import Row
 
 NS = 1_600_000_000_123_456_789
 INSTANT = datetime(2020, 9, 13, 12, 26, 40, 123456)

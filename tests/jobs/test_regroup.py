@@ -13,23 +13,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs import plan_pieces, regroup, regroup_sample
-from jobs.errors import SourceUnavailable
-from jobs.finalize import finalize_job
-from jobs.owner import current_owner
-from jobs.part_schema import load_part_schema
-from jobs.parts import load_done_rows, strip_errors, write_attempt
-from jobs.planner import plan_one_piece, plan_submitted_job
-from jobs.publishing import publish_part
-from jobs.records import JobRecord, ShardClaim
-from jobs.results import Result
-from jobs.rows import Row
-from jobs.spec import JobSpec
-from jobs.spool import list_spool, load_spool_rows, new_spool_id, write_spool
-from jobs.states import JobState
-from jobs.stats import JobStats, ShardCounts
-from jobs.storage import Storage, open_storage
-from jobs.store import Store
+from gristmill.jobs.errors import SourceUnavailable
+from gristmill.jobs.output.finalize import finalize_job
+from gristmill.jobs.output.parts import load_done_rows, strip_errors, write_attempt
+from gristmill.jobs.output.publishing import publish_part
+from gristmill.jobs.output.schema import load_part_schema
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.plan import pieces as plan_pieces
+from gristmill.jobs.plan.planner import plan_one_piece, plan_submitted_job
+from gristmill.jobs.records import JobRecord, ShardClaim
+from gristmill.jobs.regroup import regroup
+from gristmill.jobs.regroup import sample as regroup_sample
+from gristmill.jobs.regroup.spool import list_spool, load_spool_rows, new_spool_id, write_spool
+from gristmill.jobs.results import Result
+from gristmill.jobs.rows import Row
+from gristmill.jobs.spec import JobSpec
+from gristmill.jobs.states import JobState
+from gristmill.jobs.stats import JobStats, ShardCounts
+from gristmill.jobs.storage.folder import Storage, open_storage
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import ELSEWHERE, OFFER, OTHER_PLACE, Clock
 
 OWNER = current_owner()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jobs.row_errors import ROW_ERROR_CODES, RowError
-from jobs.rows import Row
-from jobs.values import to_json_text
+from gristmill.jobs.row_errors import ROW_ERROR_CODES, RowError
+from gristmill.jobs.rows import Row
+from gristmill.jobs.values import to_json_text
 
 
 @pytest.mark.parametrize(

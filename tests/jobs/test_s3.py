@@ -10,7 +10,7 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError
 
-from jobs.errors import (
+from gristmill.jobs.errors import (
     OutputError,
     OutputUnavailable,
     RefusedError,
@@ -18,15 +18,15 @@ from jobs.errors import (
     SourceUnavailable,
     Unavailable,
 )
-from jobs.s3 import s3_client, s3_errors, split_s3_uri
-from jobs.s3_check import check_s3
+from gristmill.jobs.storage.s3.check import check_s3
+from gristmill.jobs.storage.s3.client import s3_client, s3_errors, split_s3_uri
 from tests.jobs.s3_proxy import Fault, FaultyProxy, run_proxy
 from tests.servers import S3Server
 
 
 @pytest.fixture
 def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    monkeypatch.setattr("jobs.s3.MAX_TRIES", 2)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.client.MAX_TRIES", 2)
     with run_proxy(s3_endpoint) as running:
         monkeypatch.setenv("AWS_ENDPOINT_URL", running.endpoint)
         yield running
@@ -136,7 +136,7 @@ def test_a_message_is_one_short_line() -> None:
 
 
 def test_nobody_there_is_waited_for(monkeypatch: pytest.MonkeyPatch, s3_endpoint: str) -> None:
-    monkeypatch.setattr("jobs.s3.MAX_TRIES", 1)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.client.MAX_TRIES", 1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:secret@127.0.0.1:9")
     with pytest.raises(SourceUnavailable, match="can't reach") as caught, s3_errors("s3://b/k", "source"):
         s3_client().head_object(Bucket="bucket", Key="k")
@@ -199,6 +199,6 @@ def test_a_server_that_ignores_a_header_is_found_out(
         del request.headers[header]  # type: ignore[attr-defined]
 
     client.meta.events.register("before-sign.s3", forget)
-    monkeypatch.setattr("jobs.s3_check.s3_client", lambda: client)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.check.s3_client", lambda: client)
     with closing(client), pytest.raises(RefusedError, match=f"can't be used: {what}"):
         check_s3(s3_root)

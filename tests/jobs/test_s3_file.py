@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from jobs import s3_file
-from jobs.errors import OutputError, SourceError, SourceUnavailable
-from jobs.inputs import open_input, stat_input
-from jobs.s3 import s3_client, split_s3_uri
-from jobs.s3_file import S3InputFile
+from gristmill.jobs.errors import OutputError, SourceError, SourceUnavailable
+from gristmill.jobs.input.files import open_input, stat_input
+from gristmill.jobs.storage.s3 import file as s3_file
+from gristmill.jobs.storage.s3.client import s3_client, split_s3_uri
+from gristmill.jobs.storage.s3.file import S3InputFile
 from tests.jobs.s3_proxy import Fault, FaultyProxy, run_proxy
 
 

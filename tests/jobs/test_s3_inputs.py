@@ -13,14 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from jobs import listing, parquet
-from jobs.errors import RefusedError, SourceError, SourceUnavailable
-from jobs.inputs import stat_input
-from jobs.plan_pieces import cut_pieces, join_pieces, plan_piece
-from jobs.planning import Plan, plan_shards
-from jobs.reading import load_columns, load_rows
-from jobs.s3 import s3_client, split_s3_uri
-from jobs.sources import Source, load_sources
+from gristmill.jobs.errors import RefusedError, SourceError, SourceUnavailable
+from gristmill.jobs.input.files import stat_input
+from gristmill.jobs.input.formats import parquet
+from gristmill.jobs.input.reading import load_columns, load_rows
+from gristmill.jobs.input.sources import Source, load_sources
+from gristmill.jobs.plan.cutting import Plan, plan_shards
+from gristmill.jobs.plan.pieces import cut_pieces, join_pieces, plan_piece
+from gristmill.jobs.storage.s3 import listing
+from gristmill.jobs.storage.s3.client import s3_client, split_s3_uri
 
 
 def put(root: str, name: str, data: bytes = b'{"a": 1}\n') -> str:
@@ -250,7 +251,7 @@ def test_a_store_that_does_not_answer_is_unavailable(s3_root: str, monkeypatch: 
     packed = load(put(s3_root, "a.parquet", parquet_bytes(pa.table({"a": [1]}))))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr("jobs.s3.MAX_TRIES", 1)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.client.MAX_TRIES", 1)
     attempts = [
         lambda: load_sources([source.uri]),
         lambda: load_sources([s3_root + "/*"]),

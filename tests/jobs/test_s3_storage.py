@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import OutputError, OutputUnavailable, RefusedError
-from jobs.hashing_file import HashingFile
-from jobs.s3_storage import S3Storage
+from gristmill.jobs.errors import OutputError, OutputUnavailable, RefusedError
+from gristmill.jobs.storage.hashing_file import HashingFile
+from gristmill.jobs.storage.s3.folder import S3Storage
 from tests.jobs.s3_proxy import Fault, FaultyProxy, run_proxy
 from tests.s3_proxy import Fault as ProxyFault
 from tests.servers import S3Server
@@ -25,8 +25,8 @@ LARGE = os.urandom(100_000) * 53  # two parts of an upload
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.s3_upload.PART_BYTES", 5 << 20)
-    monkeypatch.setattr("jobs.s3_storage.PART_BYTES", 5 << 20)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.upload.PART_BYTES", 5 << 20)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.folder.PART_BYTES", 5 << 20)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_large_file_that_is_interrupted_leaves_no_upload(
     def interrupt(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jobs.s3_upload._put_part", interrupt)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.upload._put_part", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write(storage, "_attempts/large", LARGE)
     assert (storage.names(), list_uploads(s3_server, s3_root)) == ([], [])
@@ -116,7 +116,7 @@ def test_an_upload_that_was_swept_under_its_writer_is_tried_again(
             storage.sweep()
         return plain(data, **how)
 
-    monkeypatch.setattr("jobs.s3.hashlib.md5", sweep_first)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.client.hashlib.md5", sweep_first)
     with pytest.raises(OutputUnavailable, match="NoSuchUpload"):
         write(storage, "_attempts/large", LARGE)
     assert storage.names() == []
@@ -137,7 +137,7 @@ def test_a_listing_goes_on_over_pages(storage: S3Storage, monkeypatch: pytest.Mo
 
 
 def test_many_objects_are_deleted_in_batches(storage: S3Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.s3_storage._DELETE_BATCH", 3)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.folder._DELETE_BATCH", 3)
     names = [f"_attempts/{index}" for index in range(7)]
     for name in names:
         storage.put(name, b"")
@@ -310,8 +310,8 @@ def test_a_place_that_never_answers_is_waited_for_and_no_upload_stays_after_the_
     s3_root: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jobs.s3.MAX_TRIES", 2)
-    monkeypatch.setattr("jobs.s3._clients", {})
+    monkeypatch.setattr("gristmill.jobs.storage.s3.client.MAX_TRIES", 2)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.client._clients", {})
     shaky = S3Storage(f"{s3_root}/out")
     proxy.choose = lambda method, path: Fault.NONE if path.endswith("?uploads") else Fault.ERROR
     with pytest.raises(OutputUnavailable, match="can't reach .*/out/_attempts/a now"):

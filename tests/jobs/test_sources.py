@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from jobs.errors import RefusedError
-from jobs.sources import load_sources
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.input.sources import load_sources
 
 
 def write(path: Path, data: bytes = b'{"a": 1}\n') -> Path:

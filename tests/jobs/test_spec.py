@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import RefusedError
-from jobs.spec import JobSpec, SamplingSpec, load_spec, parse_sampling
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.spec import JobSpec, SamplingSpec, parse_sampling, parse_spec
 
 REPO = Path(__file__).resolve().parents[2]
 REQUIRED = {"input": ["a.jsonl"], "output": "out", "model": "null:"}
@@ -21,7 +21,7 @@ def test_the_committed_schema_is_the_models_own() -> None:
 
 
 def test_the_defaults_are_greedy_and_strict() -> None:
-    spec = load_spec(REQUIRED)
+    spec = parse_spec(REQUIRED)
     assert spec.sampling == SamplingSpec() and spec.sampling.temperature == 0.0
     assert (spec.on_null, spec.on_too_long, spec.max_tokens, spec.max_errors) == (
         "error",
@@ -33,7 +33,7 @@ def test_the_defaults_are_greedy_and_strict() -> None:
 
 
 def test_a_spec_survives_json() -> None:
-    spec = load_spec(
+    spec = parse_spec(
         {**REQUIRED, "sampling": {"top_k": 5, "stop_token_ids": [1, 2]}, "keep": "a, b", "stop": "\n"}
     )
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
@@ -59,7 +59,7 @@ def test_a_spec_survives_json() -> None:
 )
 def test_a_refusal_is_one_line_that_names_the_field(fields: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(RefusedError) as caught:
-        load_spec({**REQUIRED, **fields})
+        parse_spec({**REQUIRED, **fields})
     text = str(caught.value)
     assert "\n" not in text
     for word in words:
@@ -68,7 +68,7 @@ def test_a_refusal_is_one_line_that_names_the_field(fields: dict[str, Any], word
 
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(RefusedError, match="^model is required$"):
-        load_spec({"input": ["a"], "output": "o"})
+        parse_spec({"input": ["a"], "output": "o"})
 
 
 def test_sampling_is_read_from_pairs() -> None:
@@ -105,8 +105,8 @@ def test_a_sampling_fault_names_the_key_and_the_keys_that_exist(text: str, words
         assert word in str(caught.value)
 
 
-def test_text_fields_hold_what_can_change_a_row_and_nothing_else() -> None:
-    base = load_spec(REQUIRED).text_fields()
+def test_identity_fields_hold_what_can_change_a_row_and_nothing_else() -> None:
+    base = parse_spec(REQUIRED).identity_fields()
     same = {
         "output": "x",
         "dtype": "float32",
@@ -115,7 +115,7 @@ def test_text_fields_hold_what_can_change_a_row_and_nothing_else() -> None:
         "shard_rows": 7,
         "input": "b",
     }
-    assert load_spec({**REQUIRED, **same}).text_fields() == base
+    assert parse_spec({**REQUIRED, **same}).identity_fields() == base
     for change in (
         {"prompt": "x"},
         {"system": "x"},
@@ -129,10 +129,10 @@ def test_text_fields_hold_what_can_change_a_row_and_nothing_else() -> None:
         {"on_too_long": "truncate-left"},
         {"output_format": "jsonl"},
     ):
-        assert load_spec({**REQUIRED, **change}).text_fields() != base
+        assert parse_spec({**REQUIRED, **change}).identity_fields() != base
 
 
 def test_max_errors_is_rows_or_a_share() -> None:
-    assert load_spec({**REQUIRED, "max_errors": 10}).max_num_errors(1000) == 10
-    assert load_spec({**REQUIRED, "max_errors": "0.5%"}).max_num_errors(1000) == 5
-    assert load_spec(REQUIRED).max_num_errors(1000) is None
+    assert parse_spec({**REQUIRED, "max_errors": 10}).max_num_errors(1000) == 10
+    assert parse_spec({**REQUIRED, "max_errors": "0.5%"}).max_num_errors(1000) == 5
+    assert parse_spec(REQUIRED).max_num_errors(1000) is None

@@ -13,12 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs.errors import SourceError
-from jobs.external_sort import ExternalSorter, SortItem
-from jobs.planning import ShardRange
-from jobs.row_errors import RowError
-from jobs.rows import Row
-from jobs.spool import (
+from gristmill.jobs.errors import SourceError
+from gristmill.jobs.plan.cutting import ShardRange
+from gristmill.jobs.regroup.external_sort import ExternalSorter, SortItem
+from gristmill.jobs.regroup.records import ValueTypeError, to_record
+from gristmill.jobs.regroup.spool import (
     delete_spool,
     delete_spools,
     keep_failed_rows,
@@ -29,8 +28,9 @@ from jobs.spool import (
     spool_name,
     write_spool,
 )
-from jobs.spool_records import ValueTypeError, to_record
-from jobs.storage import Storage, open_storage
+from gristmill.jobs.row_errors import RowError
+from gristmill.jobs.rows import Row
+from gristmill.jobs.storage.folder import Storage, open_storage
 
 ZONED = pa.scalar(1_700_000_000_123_456, pa.timestamp("us", "Europe/Berlin")).as_py()
 VALUES: dict[str, Any] = {

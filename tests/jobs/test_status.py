@@ -9,12 +9,12 @@ from typing import Any
 
 from sqlalchemy import insert, update
 
-from jobs.models import shards, workers
-from jobs.owner import Owner, current_owner
-from jobs.records import JobRecord
-from jobs.stats import JobStats
-from jobs.storage import Storage
-from jobs.store import Store
+from gristmill.jobs.owner import Owner, current_owner
+from gristmill.jobs.records import JobRecord
+from gristmill.jobs.stats import JobStats
+from gristmill.jobs.storage.folder import Storage
+from gristmill.jobs.store.models import shards, workers
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import (
     ELSEWHERE,
     OTHER_PLACE,

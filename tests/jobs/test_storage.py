@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.errors import OutputError, RefusedError
-from jobs.local_storage import LocalStorage
-from jobs.memory_storage import MemoryStorage
-from jobs.s3_storage import S3Storage
-from jobs.storage import Storage, open_storage
+from gristmill.jobs.errors import OutputError, RefusedError
+from gristmill.jobs.storage.folder import Storage, open_storage
+from gristmill.jobs.storage.local import LocalStorage
+from gristmill.jobs.storage.memory import MemoryStorage
+from gristmill.jobs.storage.s3.folder import S3Storage
 
 KINDS = ["local", "memory", "s3"]
 

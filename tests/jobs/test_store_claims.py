@@ -10,12 +10,12 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from jobs.models import attempts, shards
-from jobs.owner import current_owner
-from jobs.records import Signal
-from jobs.stats import JobStats, ShardCounts
-from jobs.storage import Storage
-from jobs.store import Store, open_store
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.records import Signal
+from gristmill.jobs.stats import JobStats, ShardCounts
+from gristmill.jobs.storage.folder import Storage
+from gristmill.jobs.store.models import attempts, shards
+from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import (
     ELSEWHERE,
     OTHER_PLACE,
@@ -180,9 +180,9 @@ def test_eight_threads_claim_and_commit_without_a_locked_database(store_url: str
 
 CLAIMING = """
 import sys
-from jobs.owner import current_owner
-from jobs.stats import JobStats, ShardCounts
-from jobs.store import open_store
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.stats import JobStats, ShardCounts
+from gristmill.jobs.store.store import open_store
 with open_store(sys.argv[1]) as store:
     while claim := store.claim_shard(sys.argv[2], current_owner()):
         assert store.commit_shard(claim, None, ShardCounts(), JobStats(), complete=True)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection
 
-import jobs.shard_store
-from jobs.database import write_transaction
-from jobs.errors import StoreError
-from jobs.publishing import publish_part, redo_publications
-from jobs.stats import JobStats, ShardCounts
-from jobs.storage import Storage
-from jobs.store import Store
+import gristmill.jobs.store.shards
+from gristmill.jobs.errors import StoreError
+from gristmill.jobs.output.publishing import publish_part, redo_publications
+from gristmill.jobs.stats import JobStats, ShardCounts
+from gristmill.jobs.storage.folder import Storage
+from gristmill.jobs.store.database import write_transaction
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import (
     OTHER_PLACE,
     Clock,
@@ -133,7 +133,7 @@ def test_a_commit_whose_reply_is_lost_counts_once(
     job = create_job(store, out, 4)
     claim = claim_or_fail(store, job)
     part = write_rows(storage, claim, 0, 1, 2, 3)
-    monkeypatch.setattr(jobs.shard_store, "write_transaction", LostReplies(1, commits))
+    monkeypatch.setattr(gristmill.jobs.store.shards, "write_transaction", LostReplies(1, commits))
     assert store.commit_shard(claim, part, *count_results(build_results(0, 1, 2, 3)), complete=True)
     status = store.status(job.job_id)
     assert (status.completed, status.shards) == (4, {"done": 1})
@@ -144,7 +144,7 @@ def test_a_database_that_stays_away_is_an_error(
 ) -> None:
     claim = claim_or_fail(store, create_job(store, out, 4))
     part = write_rows(storage, claim, 0, 1, 2, 3)
-    monkeypatch.setattr(jobs.shard_store, "write_transaction", LostReplies(99, False))
+    monkeypatch.setattr(gristmill.jobs.store.shards, "write_transaction", LostReplies(99, False))
     with pytest.raises(StoreError, match="cut before COMMIT"):
         store.commit_shard(claim, part, *count_results(build_results(0, 1, 2, 3)), complete=True)
 

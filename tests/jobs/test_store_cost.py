@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.planning import TARGET_SHARD_S
-from jobs.store import Store
+from gristmill.jobs.plan.cutting import TARGET_SHARD_S
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import ELSEWHERE, OFFER, submit_job
 
 NUM_CLAIMS = 200

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert, select, update
 
-from jobs.errors import JobIsLive, RefusedError, StoreError
-from jobs.models import events, shards
-from jobs.owner import current_owner
-from jobs.records import JobRecord, Signal
-from jobs.states import JobState
-from jobs.stats import JobStats, ShardCounts
-from jobs.storage import Storage
-from jobs.store import Store
+from gristmill.jobs.errors import JobIsLive, RefusedError, StoreError
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.records import JobRecord, Signal
+from gristmill.jobs.states import JobState
+from gristmill.jobs.stats import JobStats, ShardCounts
+from gristmill.jobs.storage.folder import Storage
+from gristmill.jobs.store.models import events, shards
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import (
     ELSEWHERE,
     OTHER_PLACE,

@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from jobs.errors import RefusedError
-from jobs.finalize import finalize_job
-from jobs.owner import Owner
-from jobs.parts import strip_errors, write_attempt
-from jobs.publishing import MANIFEST_NAME, publish_part, redo_publications
-from jobs.records import PartFile, ShardClaim, Signal
-from jobs.states import JobState
-from jobs.storage import open_storage
-from jobs.store import Store, open_store
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.output.finalize import finalize_job
+from gristmill.jobs.output.parts import strip_errors, write_attempt
+from gristmill.jobs.output.publishing import MANIFEST_NAME, publish_part, redo_publications
+from gristmill.jobs.owner import Owner
+from gristmill.jobs.records import PartFile, ShardClaim, Signal
+from gristmill.jobs.states import JobState
+from gristmill.jobs.storage.folder import open_storage
+from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import (
     ELSEWHERE,
     OFFER,

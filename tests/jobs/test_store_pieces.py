@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jobs.sources import Source
-from jobs.states import JobState
-from jobs.store import Store
+from gristmill.jobs.input.sources import Source
+from gristmill.jobs.states import JobState
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import ELSEWHERE, SOURCES, Clock, build_pieces, dead_owner, start_job, submit_job
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from jobs.claim_store import MAX_LOSSES
-from jobs.owner import current_owner
-from jobs.records import Signal
-from jobs.shard_store import LEASE_S
-from jobs.states import JobState
-from jobs.storage import Storage
-from jobs.store import Store
-from jobs.submit_store import MAX_PLANNERS_LOST
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.records import Signal
+from gristmill.jobs.states import JobState
+from gristmill.jobs.storage.folder import Storage
+from gristmill.jobs.store.claims import MAX_LOSSES
+from gristmill.jobs.store.shards import LEASE_S
+from gristmill.jobs.store.store import Store
+from gristmill.jobs.store.submissions import MAX_PLANNERS_LOST
 from tests.jobs.cases import (
     ELSEWHERE,
     OFFER,

@@ -12,19 +12,19 @@ from typing import Any
 
 from sqlalchemy import select
 
-from jobs.models import attempts
-from jobs.owner import current_owner
-from jobs.spec import JobSpec
-from jobs.states import JobState
-from jobs.stats import JobStats, ShardCounts
-from jobs.store import Store, open_store
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.spec import JobSpec
+from gristmill.jobs.states import JobState
+from gristmill.jobs.stats import JobStats, ShardCounts
+from gristmill.jobs.store.models import attempts
+from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import OFFER, SOURCES, build_pieces, start_job, submit_job
 
 CLAIMING = """
 import sys
-from jobs.owner import current_owner
-from jobs.stats import JobStats, ShardCounts
-from jobs.store import open_store
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.stats import JobStats, ShardCounts
+from gristmill.jobs.store.store import open_store
 from tests.jobs.cases import OFFER
 with open_store(sys.argv[1]) as store:
     store.register_worker(sys.argv[2], current_owner(), [], "1")

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
-from jobs.errors import RefusedError, StoreError
-from jobs.finalize import finalize_job
-from jobs.models import metadata, shards
-from jobs.parts import strip_errors
-from jobs.records import WorkerModel
-from jobs.spec import JobSpec
-from jobs.states import JobState
-from jobs.stats import JobStats, ShardCounts
-from jobs.storage import Storage, open_storage
-from jobs.store import Store
+from gristmill.jobs.errors import RefusedError, StoreError
+from gristmill.jobs.output.finalize import finalize_job
+from gristmill.jobs.output.parts import strip_errors
+from gristmill.jobs.records import WorkerModel
+from gristmill.jobs.spec import JobSpec
+from gristmill.jobs.states import JobState
+from gristmill.jobs.stats import JobStats, ShardCounts
+from gristmill.jobs.storage.folder import Storage, open_storage
+from gristmill.jobs.store.models import metadata, shards
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import (
     ELSEWHERE,
     OFFER,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.owner import current_owner
-from jobs.records import Signal
-from jobs.states import JobState
-from jobs.storage import Storage
-from jobs.store import Store
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.records import Signal
+from gristmill.jobs.states import JobState
+from gristmill.jobs.storage.folder import Storage
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import (
     ELSEWHERE,
     OFFER,
@@ -69,7 +69,7 @@ def test_a_shard_that_is_done_after_the_stop_counts(store: Store, storage: Stora
     assert store.jobs_to_finalize() == [job.job_id]
 
 
-def test_upkeep_leaves_the_stops_of_local_runs_to_them(store: Store, out: Path) -> None:
+def test_the_reconciler_leaves_the_stops_of_local_runs_to_them(store: Store, out: Path) -> None:
     job = create_job(store, out, 4, owner=current_owner())
     store.request_cancel(job.job_id)
     assert store.drain_stopped() == []

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.errors import JobIsLive, RefusedError
-from jobs.owner import current_owner
-from jobs.records import Submitted
-from jobs.spec import JobSpec
-from jobs.states import JobState, Runner
-from jobs.store import Store
+from gristmill.jobs.errors import JobIsLive, RefusedError
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.records import Submitted
+from gristmill.jobs.spec import JobSpec
+from gristmill.jobs.states import JobState, Runner
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import (
     ELSEWHERE,
     OFFER,

@@ -1,15 +1,15 @@
-"""What upkeep finds to do: jobs to finalize, notices to send; and which workers there are."""
+"""What the reconciler finds to do: jobs to finalize, notices to send; and which workers there are."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from jobs.finalize import finalize_job
-from jobs.owner import current_owner
-from jobs.records import Notice, WorkerModel
-from jobs.states import JobState
-from jobs.storage import Storage
-from jobs.store import Store
+from gristmill.jobs.output.finalize import finalize_job
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.records import Notice, WorkerModel
+from gristmill.jobs.states import JobState
+from gristmill.jobs.storage.folder import Storage
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import (
     ELSEWHERE,
     OTHER_PLACE,

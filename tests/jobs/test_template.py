@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import RefusedError
-from jobs.row_errors import RowError, SkipRow
-from jobs.template import PromptTemplate
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.prompt.template import PromptTemplate
+from gristmill.jobs.row_errors import RowError, SkipRow
 
 ROW: dict[str, Any] = {
     "text": "héllo",

@@ -7,9 +7,9 @@ from datetime import date
 
 import pytest
 
-from jobs.row_errors import RowError
-from jobs.template import MAX_OUTPUT_CHARS, PromptTemplate
-from jobs.template_limits import TemplateContext
+from gristmill.jobs.prompt.limits import TemplateContext
+from gristmill.jobs.prompt.template import MAX_OUTPUT_CHARS, PromptTemplate
+from gristmill.jobs.row_errors import RowError
 
 GROW = "{% set ns = namespace(s=START) %}{% for i in range(60) %}{% set ns.s = STEP %}{% endfor %}{{ ns.s }}"
 

@@ -12,12 +12,12 @@ import psycopg
 import pytest
 from sqlalchemy import insert, text, update
 
-from jobs.models import PERCENTILE_COLUMNS, jobs, shards, workers
-from jobs.owner import Owner
-from jobs.records import JobRecord
-from jobs.stats import JobStats
-from jobs.storage import Storage
-from jobs.store import Store, open_store
+from gristmill.jobs.owner import Owner
+from gristmill.jobs.records import JobRecord
+from gristmill.jobs.stats import JobStats
+from gristmill.jobs.storage.folder import Storage
+from gristmill.jobs.store.models import PERCENTILE_COLUMNS, jobs, shards, workers
+from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import (
     ELSEWHERE,
     Clock,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.quantized import Kind, QuantizedTensor, pack_int4
+from gristmill.kernels.quantized import Kind, QuantizedTensor, pack_int4
 
 
 def random_codes(kind: Kind, num_rows: int, num_columns: int, generator: torch.Generator) -> Tensor:

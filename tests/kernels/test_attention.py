@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import attention_cpu, cpu_library, ops, paged_cpu
+from gristmill.kernels import ops
+from gristmill.kernels.cpu import library as cpu_library
+from gristmill.kernels.cpu import paged as paged_cpu
+from gristmill.kernels.torch import attention as attention_cpu
 from tests.kernels.test_paged_cpu import BLOCK, CASES, WINDOWS, Step, rotated
 
 MORE_CASES = {

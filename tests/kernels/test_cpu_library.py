@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from kernels import cpu_library
-from kernels.cpu_features import LEVELS, cap_level, detect_level, has_level, level_of_flags, load_cpu_flags
-from kernels.cpu_library import (
+from gristmill.kernels.cpu import library as cpu_library
+from gristmill.kernels.cpu.features import (
+    LEVELS,
+    cap_level,
+    detect_level,
+    has_level,
+    level_of_flags,
+    load_cpu_flags,
+)
+from gristmill.kernels.cpu.library import (
     SOURCE_FOLDER,
     CpuLibraryError,
     build_library,
@@ -193,7 +200,7 @@ def test_a_cap_of_none_builds_nothing(tiny_sources: Path) -> None:
 
 @needs_avx2
 def test_the_command_says_in_one_line_what_came_of_it(repo_root: Path, tiny_sources: Path) -> None:
-    command = [sys.executable, "-m", "kernels.cpu_library"]
+    command = [sys.executable, "-m", "gristmill.kernels.cpu.library"]
     env = {"PATH": "", "XDG_CACHE_HOME": str(cache_folder()), "HOME": str(tiny_sources)}
     done = subprocess.run(command, cwd=repo_root, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import BLOCK_SIZE, ModelConfig
-from engine.model import Model
-from engine.quantize.rtn import quantize_rtn
-from engine.random_weights import random_weights
-from kernels.cpu_features import detect_level
-from kernels.cpu_library import CpuKernels, load_library
-from kernels.ops import AttentionBatch, KVCache, KVScales
+from gristmill.engine.config import BLOCK_SIZE, ModelConfig
+from gristmill.engine.model.decoder import Model
+from gristmill.engine.model.random_weights import random_weights
+from gristmill.engine.quantize.rtn import quantize_rtn
+from gristmill.kernels.cpu.features import detect_level
+from gristmill.kernels.cpu.library import CpuKernels, load_library
+from gristmill.kernels.ops import AttentionBatch, KVCache, KVScales
 
 PLAIN = ModelConfig(
     architecture="llama",

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu_features import detect_level
-from kernels.cpu_library import NO_CPU_KERNELS, CpuKernels, load_library
-from kernels.linear import GatedLinear, Linear, round_rows, warm_sizes
-from kernels.linear_cpu import PanelLinear, activation_dtype, has_panels
+from gristmill.kernels.cpu.features import detect_level
+from gristmill.kernels.cpu.library import NO_CPU_KERNELS, CpuKernels, load_library
+from gristmill.kernels.cpu.linear import PanelLinear, activation_dtype, has_panels
+from gristmill.kernels.linear import GatedLinear, Linear, round_rows, warm_sizes
 
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 48, 191, 193, 400)
 SHAPES = ((1, 1), (16, 8), (17, 5), (33, 64), (8, 1025), (40, 515), (96, 576))  # out, in

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import linear
-from kernels.cpu_features import detect_level
-from kernels.cpu_library import CpuKernels, load_library
-from kernels.linear import GatedLinear, Linear, Weight
-from kernels.linear_codes import CodesLinear
-from kernels.linear_cpu import PanelLinear
-from kernels.quantized import Kind, QuantizedTensor
+from gristmill.kernels import linear
+from gristmill.kernels.cpu.features import detect_level
+from gristmill.kernels.cpu.library import CpuKernels, load_library
+from gristmill.kernels.cpu.linear import PanelLinear
+from gristmill.kernels.cpu.linear_codes import CodesLinear
+from gristmill.kernels.linear import GatedLinear, Linear, Weight
+from gristmill.kernels.quantized import Kind, QuantizedTensor
 from tests.kernels.codes import random_quantized
 
 KINDS: tuple[Kind, ...] = ("int4", "int8", "fp8")

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import cpu_library, ops, paged_cpu, reference
-from kernels.cpu_features import detect_level
+from gristmill.kernels import ops, reference
+from gristmill.kernels.cpu import library as cpu_library
+from gristmill.kernels.cpu import paged as paged_cpu
+from gristmill.kernels.cpu.features import detect_level
 
 pytestmark = pytest.mark.skipif(detect_level() == "none", reason="this CPU has no AVX2")
 BLOCK = paged_cpu.BLOCK_SIZE

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import attention_cpu, ops, reference
-from kernels.cpu_features import detect_level
+from gristmill.kernels import ops, reference
+from gristmill.kernels.cpu.features import detect_level
+from gristmill.kernels.torch import attention as attention_cpu
 from tests.kernels.test_paged_cpu import BLOCK, CASES, WINDOWS, Step, make_backend
 
 FP8 = torch.float8_e4m3fn

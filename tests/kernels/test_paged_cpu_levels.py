@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu_features import detect_level
+from gristmill.kernels.cpu.features import detect_level
 from tests.kernels.test_paged_cpu import CASES, WINDOWS, Step, make_backend
 
 pytestmark = pytest.mark.skipif(detect_level() == "none", reason="this CPU has no AVX2")

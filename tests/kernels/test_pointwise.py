@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import reference
-from kernels.cpu_features import detect_level
-from kernels.cpu_library import load_library
-from kernels.pointwise_cpu import PointwiseKernels
+from gristmill.kernels import reference
+from gristmill.kernels.cpu.features import detect_level
+from gristmill.kernels.cpu.library import load_library
+from gristmill.kernels.cpu.pointwise import PointwiseKernels
 
 NAN, INF = float("nan"), float("inf")
 

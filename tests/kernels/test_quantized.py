@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.quantized import Kind, QuantizedTensor, concatenate, narrow_scales, pack_int4, unpack_codes
+from gristmill.kernels.quantized import (
+    Kind,
+    QuantizedTensor,
+    concatenate,
+    narrow_scales,
+    pack_int4,
+    unpack_codes,
+)
 from tests.kernels.codes import random_quantized
 
 KINDS: tuple[Kind, ...] = ("int4", "int8", "fp8")

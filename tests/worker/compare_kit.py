@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.request import EngineInfo
-from jobs.rows import Row
-from worker.compare_answers import count_common, find_choice, is_json
-from worker.compare_pairs import Answer, Comparison, Pair, Scores
-from worker.compare_rows import CompareRow
-from worker.compare_sides import Side
+from gristmill.engine.request import EngineInfo
+from gristmill.jobs.rows import Row
+from gristmill.worker.tools.compare.answers import count_common, find_choice, is_json
+from gristmill.worker.tools.compare.pairs import Answer, Comparison, Pair, Scores
+from gristmill.worker.tools.compare.rows import CompareRow
+from gristmill.worker.tools.compare.sides import Side
 
 INFO = EngineInfo("m.gguf", "float32", 256, 256, 10, 16, 8, 64, 0.1, "cpu", linear_bits=4.5)
 

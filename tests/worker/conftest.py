@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.database import database_url
-from jobs.spec import load_spec
-from jobs.store import Store, open_store
-from worker.cli import run_cli
-from worker.interrupts import Interrupts
-from worker.local_run import resume_local, run_local
-from worker.progress import Progress
+from gristmill.jobs.spec import parse_spec
+from gristmill.jobs.store.database import database_url
+from gristmill.jobs.store.store import Store, open_store
+from gristmill.worker.cli.main import run_cli
+from gristmill.worker.local.interrupts import Interrupts
+from gristmill.worker.local.run import resume_local, run_local
+from gristmill.worker.show.progress import Progress
 
 Invoke = Callable[..., tuple[int, str, str]]
 
@@ -87,7 +87,7 @@ class JobKit:
             "max_tokens": 16,
             **fields,
         }
-        return run_local(load_spec(order), None, display or RecordingDisplay(), interrupts)
+        return run_local(parse_spec(order), None, display or RecordingDisplay(), interrupts)
 
     def resume(self, reference: str, display: RecordingDisplay | None = None) -> int:
         return resume_local(reference, None, display or RecordingDisplay())

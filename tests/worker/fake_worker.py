@@ -1,4 +1,4 @@
-"""`gristmill worker` as its tests start it: everything is real but the mill, which only says what is asked of it.
+"""`gristmill worker` as its tests start it: everything is real but the pool, which only says what is asked of it.
 
 FAKE_STOP_S: how long its stop takes. FAKE_FAILURE: why its host is ill, a moment after the start.
 """
@@ -12,11 +12,11 @@ import time
 import types
 from typing import Any
 
-from jobs.owner import current_owner
+from gristmill.jobs.owner import current_owner
 
 
-class FakeMill:
-    """The mill's interface."""
+class FakePool:
+    """The pool's interface."""
 
     def __init__(self, store: Any, catalog: Any, *, allow: Any, **options: Any) -> None:
         self.owner = current_owner()
@@ -25,17 +25,17 @@ class FakeMill:
         self.failure: str | None = None
 
     def start(self) -> None:
-        print("mill: start", flush=True)
+        print("pool: start", flush=True)
         if "FAKE_FAILURE" in os.environ:
             threading.Timer(0.2, self._fail).start()
 
     def wake(self, model: str | None = None) -> None:
-        print(f"mill: wake {model}", flush=True)
+        print(f"pool: wake {model}", flush=True)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        print(f"mill: stop {timeout_s:g}", flush=True)
+        print(f"pool: stop {timeout_s:g}", flush=True)
         time.sleep(float(os.environ.get("FAKE_STOP_S", "0")))
-        print("mill: stopped", flush=True)
+        print("pool: stopped", flush=True)
         return True
 
     def _fail(self) -> None:
@@ -43,9 +43,9 @@ class FakeMill:
 
 
 if __name__ == "__main__":
-    module: Any = types.ModuleType("worker.mill")
-    module.Mill = FakeMill
-    sys.modules["worker.mill"] = module
-    from worker.cli import run_cli
+    module: Any = types.ModuleType("gristmill.worker.serve.model_pool")
+    module.ModelPool = FakePool
+    sys.modules["gristmill.worker.serve.model_pool"] = module
+    from gristmill.worker.cli.main import run_cli
 
     sys.exit(run_cli(["worker", *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""What the tests of the queue share: a desk that only notes what comes, plain Celery clients, waiting."""
+"""What the tests of the queue share: a handlers that only notes what comes, plain Celery clients, waiting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from celery import Celery
 
-from worker.tasks import Desk, StoppingError
+from gristmill.worker.serve.messages import MessageHandlers, StoppingError
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -> bool:
@@ -22,7 +22,7 @@ def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -> bool
     return True
 
 
-class NotingDesk(Desk):
+class NotingDesk(MessageHandlers):
     """Notes every call as (task, content); `is_busy` makes submissions wait for the stop."""
 
     def __init__(self) -> None:

@@ -11,44 +11,44 @@ from contextlib import contextmanager
 
 import pytest
 
-from jobs.broker import (
+from gristmill.jobs.broker import (
     ACKNOWLEDGE,
     CONTROL_QUEUE,
     PLAN_JOB,
     PLAN_PIECE,
     RUN_SHARDS,
     SUBMIT,
-    Bell,
+    Notifier,
     model_queue,
 )
+from gristmill.worker.serve.celery_app import CeleryHost, DeafnessCheck, build_app
 from tests.servers import RedisServer, running
 from tests.worker.queue_kit import NotingDesk, eventually, plain_client
-from worker.app import CeleryHost, DeafnessCheck, build_app
 
 pytestmark = pytest.mark.filterwarnings("ignore::celery.exceptions.CPendingDeprecationWarning")
 Start = Callable[[str], CeleryHost]
 
 
 @pytest.fixture
-def desk() -> NotingDesk:
+def handlers() -> NotingDesk:
     return NotingDesk()
 
 
 @contextmanager
-def consuming(url: str, desk: NotingDesk) -> Iterator[CeleryHost]:
-    host = CeleryHost(url, build_app(url, desk, ["m"]))
+def consuming(url: str, handlers: NotingDesk) -> Iterator[CeleryHost]:
+    host = CeleryHost(url, build_app(url, handlers, ["m"]))
     host.start()
     try:
         yield host
     finally:
-        desk.stop()
+        handlers.stop()
         host.stop()
         assert host.join(10.0)
 
 
 @pytest.fixture
-def host(redis_url: str, desk: NotingDesk) -> Iterator[CeleryHost]:
-    with consuming(redis_url, desk) as started:
+def host(redis_url: str, handlers: NotingDesk) -> Iterator[CeleryHost]:
+    with consuming(redis_url, handlers) as started:
         assert started.is_ready.wait(15.0)
         yield started
 
@@ -62,36 +62,38 @@ def own_redis() -> Iterator[RedisServer]:
 
 @pytest.mark.parametrize("queue", [None, "celery", "gristmill"])
 def test_a_plain_client_reaches_us_with_and_without_a_queue(
-    host: CeleryHost, desk: NotingDesk, redis_url: str, queue: str | None
+    host: CeleryHost, handlers: NotingDesk, redis_url: str, queue: str | None
 ) -> None:
     plain_client(redis_url).send_task(SUBMIT, kwargs={"model": "m"}, queue=queue)
-    assert eventually(lambda: desk.calls == [("submit", {"model": "m"})])
+    assert eventually(lambda: handlers.calls == [("submit", {"model": "m"})])
 
 
-def test_every_task_reaches_its_method(host: CeleryHost, desk: NotingDesk, redis_url: str) -> None:
-    bell = Bell(redis_url)
-    bell.ring(PLAN_JOB, ["job_a"], CONTROL_QUEUE)
-    bell.ring(PLAN_PIECE, ["job_a", 3], CONTROL_QUEUE)
-    bell.ring(RUN_SHARDS, ["m"], model_queue("m"))
-    bell.ring(ACKNOWLEDGE, ["job_a"], CONTROL_QUEUE)
-    bell.close()
+def test_every_task_reaches_its_method(host: CeleryHost, handlers: NotingDesk, redis_url: str) -> None:
+    notifier = Notifier(redis_url)
+    notifier.notify(PLAN_JOB, ["job_a"], CONTROL_QUEUE)
+    notifier.notify(PLAN_PIECE, ["job_a", 3], CONTROL_QUEUE)
+    notifier.notify(RUN_SHARDS, ["m"], model_queue("m"))
+    notifier.notify(ACKNOWLEDGE, ["job_a"], CONTROL_QUEUE)
+    notifier.close()
     expected = [
         ("acknowledge", "job_a"),
         ("plan_job", "job_a"),
         ("plan_piece", ("job_a", 3)),
         ("run_shards", "m"),
     ]
-    assert eventually(lambda: sorted(desk.calls, key=str) == expected)
+    assert eventually(lambda: sorted(handlers.calls, key=str) == expected)
 
 
-def test_positional_arguments_are_refused_by_name(host: CeleryHost, desk: NotingDesk, redis_url: str) -> None:
+def test_positional_arguments_are_refused_by_name(
+    host: CeleryHost, handlers: NotingDesk, redis_url: str
+) -> None:
     plain_client(redis_url).send_task(SUBMIT, ["in.jsonl"])
-    assert eventually(lambda: desk.calls == [("submit", {"argument 0": None})])
+    assert eventually(lambda: handlers.calls == [("submit", {"argument 0": None})])
 
 
 def test_what_cannot_be_used_is_discarded_without_its_content(
     host: CeleryHost,
-    desk: NotingDesk,
+    handlers: NotingDesk,
     redis_url: str,
     redis_server: RedisServer,
     caplog: pytest.LogCaptureFixture,
@@ -102,7 +104,7 @@ def test_what_cannot_be_used_is_discarded_without_its_content(
         plain_client(redis_url, task_serializer="pickle").send_task(SUBMIT, kwargs=content)
         plain_client(redis_url).send_task(PLAN_JOB, kwargs=content)
         plain_client(redis_url).send_task(SUBMIT, kwargs={"model": "m"})
-        assert eventually(lambda: desk.calls == [("submit", {"model": "m"})])
+        assert eventually(lambda: handlers.calls == [("submit", {"model": "m"})])
         assert eventually(lambda: "gristmill.sumbit" in caplog.text and "ContentDisallowed" in caplog.text)
     assert "private" not in "".join(record.getMessage() for record in caplog.records)
     with redis_server.client(int(redis_url.rpartition("/")[2])) as client:
@@ -111,51 +113,55 @@ def test_what_cannot_be_used_is_discarded_without_its_content(
 
 def test_a_message_that_is_no_message_does_not_stop_the_consumer(
     host: CeleryHost,
-    desk: NotingDesk,
+    handlers: NotingDesk,
     redis_url: str,
     redis_server: RedisServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.app.RESTART_S", 0.1)
+    monkeypatch.setattr("gristmill.worker.serve.celery_app.RESTART_S", 0.1)
     with redis_server.client(int(redis_url.rpartition("/")[2])) as client:
         client.lpush("gristmill", b"{}")
         client.lpush("celery", b"not even JSON")
         assert eventually(lambda: not client.exists("gristmill", "celery"))
     plain_client(redis_url).send_task(SUBMIT, kwargs={"model": "m"})
-    assert eventually(lambda: desk.calls == [("submit", {"model": "m"})])
+    assert eventually(lambda: handlers.calls == [("submit", {"model": "m"})])
 
 
 def test_a_submission_that_could_not_be_stored_goes_back_to_the_queue(
-    desk: NotingDesk, redis_url: str, redis_server: RedisServer
+    handlers: NotingDesk, redis_url: str, redis_server: RedisServer
 ) -> None:
-    desk.is_busy = True
-    with consuming(redis_url, desk):
+    handlers.is_busy = True
+    with consuming(redis_url, handlers):
         plain_client(redis_url).send_task(SUBMIT, kwargs={"model": "m"})
-        assert eventually(lambda: desk.calls)
+        assert eventually(lambda: handlers.calls)
     later = NotingDesk()
     with consuming(redis_url, later):
         assert eventually(lambda: later.calls == [("submit", {"model": "m"})])
 
 
-def test_it_waits_for_a_broker_that_is_down_at_the_start(desk: NotingDesk, own_redis: RedisServer) -> None:
+def test_it_waits_for_a_broker_that_is_down_at_the_start(
+    handlers: NotingDesk, own_redis: RedisServer
+) -> None:
     own_redis.stop()
-    with consuming(own_redis.url(), desk) as host:
+    with consuming(own_redis.url(), handlers) as host:
         assert not host.is_ready.wait(0.5)
         own_redis.start()
         assert host.is_ready.wait(20.0)
 
 
-def test_it_ends_while_the_broker_is_down(desk: NotingDesk, own_redis: RedisServer) -> None:
+def test_it_ends_while_the_broker_is_down(handlers: NotingDesk, own_redis: RedisServer) -> None:
     own_redis.stop()
-    host = CeleryHost(own_redis.url(), build_app(own_redis.url(), desk, ["m"]))
+    host = CeleryHost(own_redis.url(), build_app(own_redis.url(), handlers, ["m"]))
     host.start()
     time.sleep(0.5)
     host.stop()
     assert host.join(5.0)
 
 
-def test_it_does_not_keep_the_worker_while_the_broker_hangs(desk: NotingDesk, own_redis: RedisServer) -> None:
-    with consuming(own_redis.url(), desk) as host:
+def test_it_does_not_keep_the_worker_while_the_broker_hangs(
+    handlers: NotingDesk, own_redis: RedisServer
+) -> None:
+    with consuming(own_redis.url(), handlers) as host:
         assert host.is_ready.wait(15.0)
         own_redis.pause()
         host.stop()
@@ -166,27 +172,27 @@ def test_it_does_not_keep_the_worker_while_the_broker_hangs(desk: NotingDesk, ow
 
 
 def test_submissions_arrive_after_restarts_and_a_flush(
-    desk: NotingDesk, own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+    handlers: NotingDesk, own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.app.CHECK_S", 0.5)
+    monkeypatch.setattr("gristmill.worker.serve.celery_app.CHECK_S", 0.5)
     client = plain_client(own_redis.url())
-    with consuming(own_redis.url(), desk) as host:
+    with consuming(own_redis.url(), handlers) as host:
         assert host.is_ready.wait(15.0)
         for _ in range(5):
             own_redis.stop()
             own_redis.start()
             time.sleep(0.3)
         client.send_task(SUBMIT, kwargs={"model": "after the restarts"})
-        assert eventually(lambda: ("submit", {"model": "after the restarts"}) in desk.calls, 30.0)
+        assert eventually(lambda: ("submit", {"model": "after the restarts"}) in handlers.calls, 30.0)
         with own_redis.client() as redis:
             redis.flushall()
             assert eventually(lambda: redis.exists("_kombu.binding.celery"))
         client.send_task(SUBMIT, kwargs={"model": "after the flush"})
-        assert eventually(lambda: ("submit", {"model": "after the flush"}) in desk.calls, 30.0)
+        assert eventually(lambda: ("submit", {"model": "after the flush"}) in handlers.calls, 30.0)
 
 
-def test_a_remote_shutdown_is_noticed(desk: NotingDesk, redis_url: str) -> None:
-    with consuming(redis_url, desk) as host:
+def test_a_remote_shutdown_is_noticed(handlers: NotingDesk, redis_url: str) -> None:
+    with consuming(redis_url, handlers) as host:
         assert host.is_ready.wait(15.0)
         plain_client(redis_url).control.shutdown(
             destination=[f"gristmill-{os.getpid()}@{os.uname().nodename}"]

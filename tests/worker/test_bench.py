@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.engine import Engine
-from engine.request import Completion, EngineCounters, EngineInfo
-from engine.step_trace import StepRecord
+from gristmill.engine.engine import Engine
+from gristmill.engine.request import Completion, EngineCounters, EngineInfo
+from gristmill.engine.step_trace import StepRecord
+from gristmill.worker.tools.bench.plot import draw_trace
+from gristmill.worker.tools.bench.run import BenchRun, find_miscount, pick_median
+from gristmill.worker.tools.bench.workload import BenchRow
 from tests.engine.tiny_models import build_tiny_model
 from tests.worker.conftest import Invoke
-from worker.bench_plot import draw_trace
-from worker.bench_run import BenchRun, find_miscount, pick_median
-from worker.bench_workload import BenchRow
 
 SHAPE = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,context=256"
 BENCH = ("bench", "--threads", "1", "--max-batched-tokens", "64")
@@ -32,9 +32,9 @@ PNG_HEAD = b"\x89PNG\r\n\x1a\n"
 @pytest.fixture(autouse=True)
 def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rates measured in milliseconds, and torch's threads put back."""
-    monkeypatch.setattr("engine.roofline.STREAM_BYTES", 1 << 20)
-    monkeypatch.setattr("engine.roofline.GEMM_SHAPE", (64, 64, 64))
-    monkeypatch.setattr("engine.roofline.PROBE_S", 0.01)
+    monkeypatch.setattr("gristmill.engine.measure.roofline.STREAM_BYTES", 1 << 20)
+    monkeypatch.setattr("gristmill.engine.measure.roofline.GEMM_SHAPE", (64, 64, 64))
+    monkeypatch.setattr("gristmill.engine.measure.roofline.PROBE_S", 0.01)
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
@@ -167,7 +167,7 @@ def test_a_trace_with_preemptions_and_one_with_a_single_step_can_be_drawn(tmp_pa
 def test_without_matplotlib_a_trace_is_refused_before_any_work(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("worker.bench_plot.find_spec", lambda name: None)
+    monkeypatch.setattr("gristmill.worker.tools.bench.plot.find_spec", lambda name: None)
     expected = "gristmill: --trace needs matplotlib: pip install matplotlib\n"
     assert invoke(*SMALL, "--trace", str(tmp_path / "t.png")) == (2, "", expected)
 
@@ -205,7 +205,9 @@ def test_without_matplotlib_a_trace_is_refused_before_any_work(
 def test_what_can_not_run_is_one_line_and_exit_code_2_before_any_work(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr("worker.cli_bench.load_engine", lambda *_: pytest.fail("the engine was loaded"))
+    monkeypatch.setattr(
+        "gristmill.worker.cli.bench.load_engine", lambda *_: pytest.fail("the engine was loaded")
+    )
     code, out, err = invoke("bench", *words)
     assert (code, out) == (2, ""), err
     assert message in err and err.count("\n") == 1

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.prefix_theory import max_shared_tokens
-from worker.bench_shape import SHAPES, parse_shape
-from worker.bench_workload import (
+from gristmill.engine.batch.prefix_theory import max_shared_tokens
+from gristmill.worker.show.console import UsageRefused
+from gristmill.worker.tools.bench.shape import SHAPES, parse_shape
+from gristmill.worker.tools.bench.workload import (
     BenchRow,
     Lengths,
     Level,
@@ -25,7 +26,6 @@ from worker.bench_workload import (
     parse_levels,
     shuffle_rows,
 )
-from worker.console import UsageRefused
 
 
 def build_spec(**fields: Any) -> SyntheticSpec:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint import load_checkpoint, resolve_dtype
-from engine.config import EngineOptions
-from engine.errors import ModelRefused
-from engine.fingerprint import fingerprint
-from jobs.errors import RefusedError, SourceUnavailable
+from gristmill.engine.checkpoint.fingerprint import fingerprint
+from gristmill.engine.checkpoint.opening import load_checkpoint, resolve_dtype
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.errors import ModelRefused
+from gristmill.jobs.errors import RefusedError, SourceUnavailable
+from gristmill.worker.serve.catalog import Catalog, CatalogEntry, load_catalog
+from gristmill.worker.serve.model_cache import ModelCache
 from tests.engine.tiny_models import build_tiny_gguf, build_tiny_model
-from worker.catalog import Catalog, CatalogEntry, load_catalog
-from worker.model_cache import ModelCache
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def upload(s3_root: str, files: dict[str, Path]) -> None:
-    from jobs.s3 import s3_client
+    from gristmill.jobs.storage.s3.client import s3_client
 
     for key, path in files.items():
         s3_client().put_object(Bucket=s3_root.removeprefix("s3://"), Key=key, Body=path.read_bytes())
@@ -239,15 +239,15 @@ class Body:
 def test_a_body_that_came_damaged_is_asked_for_again(
     tiny: Path, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    from jobs.s3 import s3_client
+    from gristmill.jobs.storage.s3.client import s3_client
 
     upload(s3_root, {"twin.gguf": tiny / "twin.gguf"})
     client = DamagingClient(s3_client(), 2, damage)
-    monkeypatch.setattr("worker.model_cache.s3_client", lambda: client)
+    monkeypatch.setattr("gristmill.worker.serve.model_cache.s3_client", lambda: client)
     found = ModelCache(tmp_path / "a").fetch(f"{s3_root}/twin.gguf")
     assert found.read_bytes() == (tiny / "twin.gguf").read_bytes()
     always = DamagingClient(s3_client(), 99, damage)
-    monkeypatch.setattr("worker.model_cache.s3_client", lambda: always)
+    monkeypatch.setattr("gristmill.worker.serve.model_cache.s3_client", lambda: always)
     with pytest.raises(SourceUnavailable, match="did not come whole in 3 tries"):
         ModelCache(tmp_path / "b").fetch(f"{s3_root}/twin.gguf")
     assert [path.suffix for path in (tmp_path / "b").iterdir()] == [".lock"]

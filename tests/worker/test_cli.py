@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import typer
 
-import worker.cli
-from engine.errors import EngineDied, ModelRefused
-from jobs.errors import JobIsLive, OutputError, RefusedError
-from jobs.spec import JobSpec
+import gristmill.worker.cli.main
+from gristmill.engine.errors import EngineDied, ModelRefused
+from gristmill.jobs.errors import JobIsLive, OutputError, RefusedError
+from gristmill.jobs.spec import JobSpec
 from tests.worker.conftest import Invoke
 
 
@@ -34,7 +34,7 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> list[JobSpec]:
         received.append(spec)
         return 0
 
-    monkeypatch.setattr("worker.local_run.run_local", run_local)
+    monkeypatch.setattr("gristmill.worker.local.run.run_local", run_local)
     return received
 
 
@@ -71,7 +71,7 @@ def test_the_version_is_printed(invoke: Invoke) -> None:
 
 
 def test_the_flags_of_run_are_the_fields_of_the_spec() -> None:
-    command = typer.main.get_command(worker.cli.app).commands["run"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(gristmill.worker.cli.main.app).commands["run"]  # type: ignore[attr-defined]
     flags = {param.name for param in command.params}
     queue_only = {"priority", "not_before", "deadline", "on_complete"}
     assert flags - {"prompt_file", "database_url"} == set(JobSpec.model_fields) - queue_only
@@ -127,8 +127,8 @@ def test_a_prompt_file_is_the_prompt(invoke: Invoke, specs: list[JobSpec], tmp_p
 
 @pytest.mark.parametrize("code", [0, 1, 130])
 def test_the_exit_code_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, invoke: Invoke, code: int) -> None:
-    monkeypatch.setattr("worker.local_run.run_local", lambda *_: code)
-    monkeypatch.setattr("worker.local_run.resume_local", lambda *_: code)
+    monkeypatch.setattr("gristmill.worker.local.run.run_local", lambda *_: code)
+    monkeypatch.setattr("gristmill.worker.local.run.resume_local", lambda *_: code)
     assert invoke("run", "a.jsonl", "--output", "o", "--model", "null:")[0] == code
     assert invoke("resume", "job_a")[0] == code
 
@@ -147,12 +147,14 @@ def test_the_exit_code_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, invok
 def test_an_error_is_one_line_and_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, invoke: Invoke, error: BaseException, code: int, line: str
 ) -> None:
-    monkeypatch.setattr("worker.local_run.run_local", fail_with(error))
+    monkeypatch.setattr("gristmill.worker.local.run.run_local", fail_with(error))
     assert invoke("run", "a.jsonl", "--output", "o", "--model", "null:") == (code, "", line)
 
 
 def test_a_live_job_is_named_and_exits_1(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
-    monkeypatch.setattr("worker.local_run.run_local", fail_with(JobIsLive("job_a", "process 12 on box")))
+    monkeypatch.setattr(
+        "gristmill.worker.local.run.run_local", fail_with(JobIsLive("job_a", "process 12 on box"))
+    )
     code, out, err = invoke("run", "a.jsonl", "--output", "o", "--model", "null:")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "job_a" in err
@@ -161,7 +163,7 @@ def test_a_live_job_is_named_and_exits_1(monkeypatch: pytest.MonkeyPatch, invoke
 
 def test_a_developer_can_ask_for_the_traceback(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
     monkeypatch.setenv("GRISTMILL_TRACEBACK", "1")
-    monkeypatch.setattr("worker.local_run.run_local", fail_with(KeyError("x")))
+    monkeypatch.setattr("gristmill.worker.local.run.run_local", fail_with(KeyError("x")))
     with pytest.raises(KeyError):
         invoke("run", "a.jsonl", "--output", "o", "--model", "null:")
 
@@ -328,7 +330,7 @@ def test_more_errors_than_allowed_exit_1_and_can_be_resumed(
 
 
 def run_process(repo_root: Path, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "worker.cli", *words]
+    command = [sys.executable, "-m", "gristmill", *words]
     options = {"capture_output": True, **options}
     return subprocess.run(command, cwd=repo_root, text=True, timeout=60, check=False, **options)
 
@@ -336,7 +338,7 @@ def run_process(repo_root: Path, *words: str, **options: Any) -> subprocess.Comp
 def interrupt_on_a_terminal(repo_root: Path, words: list[str]) -> tuple[int, str]:
     """Run with a terminal as stderr and press Ctrl-C once rows are done: exit code, and what was shown."""
     terminal, stderr = pty.openpty()
-    command = [sys.executable, "-m", "worker.cli", *words]
+    command = [sys.executable, "-m", "gristmill", *words]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     shown, is_interrupted = "", False
     with subprocess.Popen(
@@ -388,7 +390,7 @@ def test_status_imports_no_torch(invoke: Invoke, rows: Path, tmp_path: Path, rep
     output = str(tmp_path / "out")
     assert invoke("run", str(rows), "--output", output, "--model", "null:", "--prompt", "a")[0] == 0
     code = (
-        "import sys; from worker.cli import run_cli; code = run_cli(['status', sys.argv[1]]); "
+        "import sys; from gristmill.worker.cli.main import run_cli; code = run_cli(['status', sys.argv[1]]); "
         "sys.exit(code or 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code, output]
@@ -408,14 +410,14 @@ def test_help_answers_within_a_second(repo_root: Path) -> None:
 
 def test_an_interrupt_within_generated_code_keeps_the_exit_code(repo_root: Path, tmp_path: Path) -> None:
     (tmp_path / "interrupted.py").write_text(
-        "import worker.cli\n"
+        "import gristmill.worker.cli.main\n"
         "def run_cli(words):\n"
         "    try:\n"
         "        exec('import signal; signal.raise_signal(signal.SIGINT)')\n"
         "    except KeyboardInterrupt:\n"
         "        return 130\n"
-        "worker.cli.run_cli = run_cli\n"
-        "worker.cli.main()\n"
+        "gristmill.worker.cli.main.run_cli = run_cli\n"
+        "gristmill.worker.cli.main.main()\n"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "interrupted"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.worker.cli.main import run_cli
+from gristmill.worker.show.quantize_progress import LayerProgress
 from tests.engine.tiny_models import build_tiny_model
-from worker.cli import run_cli
-from worker.quantize_progress import LayerProgress
 
 
 @pytest.fixture(scope="module")

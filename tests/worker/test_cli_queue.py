@@ -1,4 +1,4 @@
-"""The commands of the queue: each changes the database, prints one line, and rings; none waits for a broker."""
+"""The commands of the queue: each changes the database, prints one line, and notifies; none waits for a broker."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import typer
 
-import worker.cli
-from jobs.broker import CONTROL_QUEUE
-from jobs.database import database_url
-from jobs.owner import current_owner
-from jobs.records import WorkerModel
-from jobs.spec import JobSpec
-from jobs.states import JobState
-from jobs.storage import open_storage
-from jobs.store import Store, open_store
+import gristmill.worker.cli.main
+from gristmill.jobs.broker import CONTROL_QUEUE
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.records import WorkerModel
+from gristmill.jobs.spec import JobSpec
+from gristmill.jobs.states import JobState
+from gristmill.jobs.storage.folder import open_storage
+from gristmill.jobs.store.database import database_url
+from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import claim_next as claim_one
 from tests.jobs.cases import finish_shard, start_job
 from tests.servers import RedisServer
@@ -47,7 +47,7 @@ def waiting(server: RedisServer, url: str) -> int:
 
 
 def test_the_flags_of_submit_are_the_fields_of_the_spec() -> None:
-    command = typer.main.get_command(worker.cli.app).commands["submit"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(gristmill.worker.cli.main.app).commands["submit"]  # type: ignore[attr-defined]
     flags = {param.name for param in command.params}
     others = {"prompt_file", "database_url", "broker_url", "idempotency_key", "wait"}
     assert flags - others == set(JobSpec.model_fields) - {
@@ -59,7 +59,7 @@ def test_the_flags_of_submit_are_the_fields_of_the_spec() -> None:
         assert set(param.opts) == names
 
 
-def test_submit_prints_the_id_and_rings(
+def test_submit_prints_the_id_and_notifies(
     invoke: Invoke, store: Store, tmp_path: Path, redis_url: str, redis_server: RedisServer
 ) -> None:
     words = (
@@ -168,8 +168,8 @@ def test_local_jobs_are_resumed_and_retried_here(
 
         return call
 
-    monkeypatch.setattr("worker.local_run.resume_local", note("resume"))
-    monkeypatch.setattr("worker.local_run.retry_local", note("retry"))
+    monkeypatch.setattr("gristmill.worker.local.run.resume_local", note("resume"))
+    monkeypatch.setattr("gristmill.worker.local.run.retry_local", note("retry"))
     assert (invoke("resume", output)[0], invoke("retry", output)[0]) == (0, 0)
     assert calls == [("resume", output), ("retry", output)]
 
@@ -217,7 +217,7 @@ def test_clean_forgets_old_jobs_and_asks_first(invoke: Invoke, store: Store, tmp
 @contextmanager
 def follow(repo_root: Path, words: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A waiting command, gone at the end of the block whatever happened there."""
-    command = [sys.executable, "-m", "worker.cli", *words, "--wait"]
+    command = [sys.executable, "-m", "gristmill", *words, "--wait"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=repo_root, stdout=pipe, stderr=pipe, text=True) as process:
         try:
@@ -270,9 +270,9 @@ def test_a_job_that_planning_refuses_ends_the_wait_as_a_refusal(
 @pytest.mark.parametrize(
     "words", [["status", "x"], ["list"], ["workers"], ["submit", "--help"], ["worker", "--help"]]
 )
-def test_commands_that_ring_nobody_import_no_celery(repo_root: Path, words: list[str]) -> None:
+def test_commands_that_notify_nobody_import_no_celery(repo_root: Path, words: list[str]) -> None:
     code = (
-        "import sys; from worker.cli import run_cli; run_cli(sys.argv[1:]); "
+        "import sys; from gristmill.worker.cli.main import run_cli; run_cli(sys.argv[1:]); "
         "sys.exit(bool({'celery', 'torch', 'boto3'} & set(sys.modules)))"
     )
     done = subprocess.run(

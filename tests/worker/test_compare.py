@@ -146,7 +146,7 @@ def test_an_interrupted_comparison_writes_nothing_and_says_so(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("worker.compare_run.build_engine", interrupt)
+    monkeypatch.setattr("gristmill.worker.tools.compare.run.build_engine", interrupt)
     words = ("--rows", str(rows), "--output", str(tmp_path / "out"))
     code, _, err = invoke("compare", models[0], models[1], *words)
     assert (code, err) == (
@@ -184,7 +184,9 @@ def test_what_can_not_be_compared_is_one_line_and_exit_code_2_before_any_work(
     words: tuple[str, ...],
     message: str,
 ) -> None:
-    monkeypatch.setattr("worker.compare_run.build_engine", lambda *_: pytest.fail("an engine was built"))
+    monkeypatch.setattr(
+        "gristmill.worker.tools.compare.run.build_engine", lambda *_: pytest.fail("an engine was built")
+    )
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     filled = [word.replace("{rows}", str(rows)).replace("{empty}", str(empty)) for word in words]

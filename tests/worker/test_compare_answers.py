@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from worker.compare_answers import count_common, find_choice, is_json, parse_choices
-from worker.compare_sides import build_options, parse_side
-from worker.console import UsageRefused
+from gristmill.worker.show.console import UsageRefused
+from gristmill.worker.tools.compare.answers import count_common, find_choice, is_json, parse_choices
+from gristmill.worker.tools.compare.sides import build_options, parse_side
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.compare_languages import MAX_CHARACTERS, detect_language
+from gristmill.worker.tools.compare.languages import MAX_CHARACTERS, detect_language
 
 
 @pytest.mark.parametrize(

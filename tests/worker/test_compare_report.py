@@ -12,14 +12,20 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.sources import Source
+from gristmill.jobs.input.sources import Source
+from gristmill.worker.show.console import UsageRefused
+from gristmill.worker.tools.compare import figures as compare_figures
+from gristmill.worker.tools.compare.figures import to_compare_payload
+from gristmill.worker.tools.compare.files import PAIRS, REPORT, SUMMARY, check_output, write_files
+from gristmill.worker.tools.compare.html import (
+    MAX_DIFF_WORDS,
+    find_early_pairs,
+    find_far_pairs,
+    mark_differences,
+    to_html,
+)
+from gristmill.worker.tools.compare.report import to_compare_text
 from tests.worker.compare_kit import build_comparison, build_failed, build_pair, build_scores
-from worker import compare_figures
-from worker.compare_figures import to_compare_payload
-from worker.compare_files import PAIRS, REPORT, SUMMARY, check_output, write_files
-from worker.compare_html import MAX_DIFF_WORDS, find_early_pairs, find_far_pairs, mark_differences, to_html
-from worker.compare_report import to_compare_text
-from worker.console import UsageRefused
 
 SOURCES = [Source("/data/rows.jsonl", 10, "1", "jsonl")]
 HOSTILE = '<script>alert("x")</script>&amp;'

@@ -9,29 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from jobs.database import SCHEMA_REVISION
-from tests.servers import RedisServer
-from worker.doctor import (
+from gristmill.jobs.store.database import SCHEMA_REVISION
+from gristmill.worker.tools.doctor.check import Check
+from gristmill.worker.tools.doctor.model import check_model
+from gristmill.worker.tools.doctor.run import (
     LIBRARIES,
     check_cpu,
     check_disk,
-    check_kernels_package,
     check_libraries,
     check_memory,
     check_python,
     check_torch,
     load_available_memory_bytes,
     load_cpu_flags,
-    load_package_folder,
     load_package_version,
     load_state_folder,
     run_checks,
     to_checks_payload,
     to_checks_text,
 )
-from worker.doctor_check import Check
-from worker.doctor_model import check_model
-from worker.doctor_services import check_broker, check_database, check_object_store, check_services
+from gristmill.worker.tools.doctor.services import (
+    check_broker,
+    check_database,
+    check_object_store,
+    check_services,
+)
+from tests.servers import RedisServer
 
 AVX2_FLAGS = "avx2 fma f16c bmi1 bmi2 abm movbe"
 
@@ -43,7 +46,7 @@ def versions(**found: str) -> Callable[[str], str | None]:
 def test_this_machine_passes(tmp_path: Path) -> None:
     checks = run_checks("null:", f"sqlite:///{tmp_path}/jobs.db")
     assert [check for check in checks if check.state == "fail"] == []
-    names = ["python", "torch", "libraries", "kernels package", "cpu", "memory", "disk", "database", "model"]
+    names = ["python", "torch", "libraries", "cpu", "memory", "disk", "database", "model"]
     assert [check.name for check in checks] == names
 
 
@@ -55,9 +58,7 @@ def test_every_finding_that_is_not_ok_has_a_remedy(tmp_path: Path) -> None:
         check_torch(versions()),
         check_torch(versions(torch="2.9.1+cpu")),
         check_libraries(versions()),
-        check_kernels_package(versions(kernels="0.11.0"), None),
-        check_kernels_package(versions(), tmp_path),
-        check_cpu(frozenset(), True),
+        check_cpu(frozenset()),
         check_memory(None),
         check_memory(100 << 20),
         check_database(f"sqlite:///{a_file}/jobs.db"),
@@ -89,25 +90,14 @@ def test_missing_libraries_are_named() -> None:
     assert (check.state, check.detail, check.remedy) == ("fail", "missing: pyarrow", "pip install pyarrow")
 
 
-def test_the_stranger_named_kernels_is_found() -> None:
-    check = check_kernels_package(versions(kernels="0.11.0"), load_package_folder("kernels"))
-    assert check.state == "fail"
-    assert "0.11.0" in check.detail
-
-
-def test_ours_is_what_import_kernels_gives() -> None:
-    assert check_kernels_package(load_package_version, load_package_folder("kernels")).state == "ok"
-
-
-def test_a_package_that_is_not_there_has_no_folder_and_no_version() -> None:
-    assert load_package_folder("no_such_package_here") is None
+def test_a_package_that_is_not_there_has_no_version() -> None:
     assert load_package_version("no-such-package-here") is None
 
 
 def test_cpu_features_come_from_the_flags_line(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\nflags\t\t: fpu {AVX2_FLAGS}\nbugs\t: none\n")
-    check = check_cpu(load_cpu_flags(cpuinfo), True)
+    check = check_cpu(load_cpu_flags(cpuinfo))
     assert check.detail.startswith("avx2, ")
     assert "; dtype auto means " in check.detail
 
@@ -118,23 +108,18 @@ def test_the_cpu_line_says_whether_the_kernels_are_built_or_can_be(
     flags = frozenset(AVX2_FLAGS.split())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "true")
-    check = check_cpu(flags, True)
+    check = check_cpu(flags)
     assert check.state == "ok" and "built on first use by" in check.detail
     monkeypatch.setenv("CXX", "no-such-compiler-here")
-    check = check_cpu(flags, True)
+    check = check_cpu(flags)
     assert check.state == "warn" and "install g++" in check.remedy
-    monkeypatch.setattr("kernels.cpu_library.is_built", lambda level: True)
-    assert check_cpu(flags, True).state == "ok"
+    monkeypatch.setattr("gristmill.kernels.cpu.library.is_built", lambda level: True)
+    assert check_cpu(flags).state == "ok"
 
 
 def test_a_cpu_without_the_kernels_instructions_is_a_warning() -> None:
-    assert check_cpu(frozenset({"sse2"}), True).state == "warn"
-    assert check_cpu(frozenset({"avx2"}), True).state == "warn"
-
-
-def test_a_stranger_named_kernels_is_not_imported_for_the_cpu_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kernels.cpu_features", None)  # importing it would now raise
-    assert "kernels package" in check_cpu(frozenset(AVX2_FLAGS.split()), False).remedy
+    assert check_cpu(frozenset({"sse2"})).state == "warn"
+    assert check_cpu(frozenset({"avx2"})).state == "warn"
 
 
 def test_a_machine_without_proc_is_not_an_error(tmp_path: Path) -> None:
@@ -182,7 +167,7 @@ def test_the_payload_tells_the_worst_state(states: list[str], worst: str) -> Non
 
 def test_doctor_imports_no_torch(repo_root: Path, smollm2_path: str) -> None:
     code = (
-        "import sys, worker.doctor as d; checks = d.run_checks(sys.argv[1], None); "
+        "import sys, gristmill.worker.tools.doctor.run as d; checks = d.run_checks(sys.argv[1], None); "
         "sys.exit(checks[-1].size is None or 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code, smollm2_path]
@@ -246,7 +231,7 @@ def test_a_bucket_that_is_not_there_is_a_warning_and_a_dead_endpoint_a_failure(
     assert check.state == "warn"
     assert "no-such-bucket-here" in check.detail
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    monkeypatch.setattr("jobs.s3.MAX_TRIES", 1)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.client.MAX_TRIES", 1)
     assert check_object_store("s3://bucket/out").state == "fail"
 
 

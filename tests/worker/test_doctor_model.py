@@ -9,16 +9,16 @@ from math import prod
 import pytest
 import torch
 
-from engine.checkpoint import Checkpoint, load_checkpoint, resolve_dtype
-from engine.config import ModelConfig
-from engine.gguf_quants import row_bytes
-from engine.tensor_sources import QuantizedSource, TensorSource
-from engine.weight_names import expected_shapes
-from engine.weights import iterate_weights
-from kernels.quantized import QuantizedTensor
-from worker.doctor import to_checks_payload, to_checks_text
-from worker.doctor_check import Check, PartSize
-from worker.doctor_model import check_model, measure_model, to_size_lines
+from gristmill.engine.checkpoint.gguf_quants import row_bytes
+from gristmill.engine.checkpoint.opening import Checkpoint, load_checkpoint, resolve_dtype
+from gristmill.engine.checkpoint.tensor_sources import QuantizedSource, TensorSource
+from gristmill.engine.checkpoint.weight_names import expected_shapes
+from gristmill.engine.checkpoint.weights import iterate_weights
+from gristmill.engine.config import ModelConfig
+from gristmill.kernels.quantized import QuantizedTensor
+from gristmill.worker.tools.doctor.check import Check, PartSize
+from gristmill.worker.tools.doctor.model import check_model, measure_model, to_size_lines
+from gristmill.worker.tools.doctor.run import to_checks_payload, to_checks_text
 
 CONFIG = ModelConfig(
     architecture="qwen2",

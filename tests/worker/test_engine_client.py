@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineOptions
-from engine.errors import EngineDied, ModelRefused
-from engine.request import Completion, Request, SamplingParams
-from worker.engine_client import EngineClient
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.errors import EngineDied, ModelRefused
+from gristmill.engine.request import Completion, Request, SamplingParams
+from gristmill.worker.engine.client import EngineClient
 
 LIMIT_S = 20.0
 
@@ -243,9 +243,9 @@ def test_twenty_restarts_leave_no_file_descriptor_or_process_behind() -> None:
 PARENT = """
 import sys
 from array import array
-from engine.config import EngineOptions
-from engine.request import Request, SamplingParams
-from worker.engine_client import EngineClient
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.request import Request, SamplingParams
+from gristmill.worker.engine.client import EngineClient
 client = EngineClient(sys.argv[1], EngineOptions())
 client.start()
 if "load_ms" not in sys.argv[1]:

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import EngineOptions
-from engine.errors import EngineDied
-from engine.request import Completion, Request, SamplingParams
-from worker import engine_feed
-from worker.engine_client import EngineClient
-from worker.engine_feed import ENGINE_TIMEOUT_S, EngineFeed
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.errors import EngineDied
+from gristmill.engine.request import Completion, Request, SamplingParams
+from gristmill.worker.engine import supervisor as engine_feed
+from gristmill.worker.engine.client import EngineClient
+from gristmill.worker.engine.supervisor import ENGINE_TIMEOUT_S, EngineSupervisor
 
 LIMIT_S = 20.0
 
@@ -23,12 +23,12 @@ LIMIT_S = 20.0
 @contextmanager
 def _feed(
     model: str = "null:", window: int = 8, engine_timeout_s: float = ENGINE_TIMEOUT_S
-) -> Iterator[tuple[EngineClient, EngineFeed]]:
+) -> Iterator[tuple[EngineClient, EngineSupervisor]]:
     client = EngineClient(model, EngineOptions())
     client.start()
     try:
         client.wait_loaded(LIMIT_S, lambda: False)
-        yield client, EngineFeed(client, window, engine_timeout_s)
+        yield client, EngineSupervisor(client, window, engine_timeout_s)
     finally:
         client.close()
 
@@ -39,7 +39,7 @@ def _requests(first: int, num_rows: int, text: str = "hi") -> list[Request]:
     ]
 
 
-def _poll_until_dead(feed: EngineFeed) -> None:
+def _poll_until_dead(feed: EngineSupervisor) -> None:
     deadline = time.monotonic() + LIMIT_S
     with pytest.raises(EngineDied):
         while time.monotonic() < deadline:
@@ -91,7 +91,7 @@ def test_after_a_death_the_rows_in_flight_go_first_and_alone() -> None:
         assert sorted(client.in_flight) == [5, 6]
 
 
-def _finish(feed: EngineFeed) -> dict[int, Completion]:
+def _finish(feed: EngineSupervisor) -> dict[int, Completion]:
     """Feeds until nothing is left, over every death; completions by request id."""
     done: dict[int, Completion] = {}
     deadline = time.monotonic() + LIMIT_S

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engine.errors import ModelRefused
-from jobs.errors import RefusedError
-from worker import local_order
-from worker.local_run import retry_local
+from gristmill.engine.errors import ModelRefused
+from gristmill.jobs.errors import RefusedError
+from gristmill.worker.local import order as local_order
+from gristmill.worker.local.run import retry_local
 
 PROMPT = "{{ text }}"
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import JobIsLive, RefusedError
-from worker.interrupts import Interrupts
-from worker.progress import Progress
+from gristmill.jobs.errors import JobIsLive, RefusedError
+from gristmill.worker.local.interrupts import Interrupts
+from gristmill.worker.show.progress import Progress
 
 LIMIT_S = 30.0
 PROMPT = "{{ text }}"
@@ -105,7 +105,7 @@ def test_a_stop_while_the_model_loads_ends_the_run_at_once(kit: Any) -> None:
 def _command(source: Path, output: Path, **flags: str) -> list[str]:
     options = {"prompt": PROMPT, "max-tokens": "8", "shard-rows": "100", **flags}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    return [sys.executable, "-m", "worker.cli", "run", str(source), "--output", str(output), *words]
+    return [sys.executable, "-m", "gristmill", "run", str(source), "--output", str(output), *words]
 
 
 def _wait_for_rows(kit: Any, num_rows: int, process: subprocess.Popen[str]) -> str:

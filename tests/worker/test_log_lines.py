@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from worker.log_lines import LineFormatter, hide_passwords
+from gristmill.worker.show.log_lines import LineFormatter, hide_passwords
 
 
 def format_record(name: str, text: str, **facts: object) -> str:
@@ -17,8 +17,11 @@ def format_record(name: str, text: str, **facts: object) -> str:
 
 
 def test_our_record_is_a_line_with_its_facts() -> None:
-    line = format_record("worker.serve", "the worker is up", models="m", num_shards=2)
-    assert line == "2027-01-15T08:00:00Z WARNING worker.serve: the worker is up models=m num_shards=2"
+    line = format_record("gristmill.worker.serve.serve", "the worker is up", models="m", num_shards=2)
+    assert (
+        line
+        == "2027-01-15T08:00:00Z WARNING gristmill.worker.serve.serve: the worker is up models=m num_shards=2"
+    )
 
 
 def test_of_a_library_only_the_first_line_is_kept() -> None:

@@ -1,4 +1,4 @@
-"""A mill over a real database and real engine processes: submitted jobs run, share a worker, stop and go on."""
+"""A pool over a real database and real engine processes: submitted jobs run, share a worker, stop and go on."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineOptions
-from jobs.owner import current_owner
-from jobs.planner import plan_submitted_job
-from jobs.records import JobRecord
-from jobs.spec import load_spec
-from jobs.states import JobState
-from jobs.store import Store, open_store
+from gristmill.engine.config import EngineOptions
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.plan.planner import plan_submitted_job
+from gristmill.jobs.records import JobRecord
+from gristmill.jobs.spec import parse_spec
+from gristmill.jobs.states import JobState
+from gristmill.jobs.store.store import Store, open_store
+from gristmill.worker.serve.catalog import load_catalog
+from gristmill.worker.serve.model_pool import ModelPool
 from tests.jobs.cases import change_job
-from worker.catalog import load_catalog
-from worker.mill import Mill
 
 LIMIT_S = 40.0
 LEASE_S = 4.0
@@ -31,7 +31,7 @@ class Yard:
     def __init__(self, kit: Any, store: Store) -> None:
         self.kit = kit
         self.store = store
-        self.mills: list[Mill] = []
+        self.pools: list[ModelPool] = []
         self._num_jobs = 0
 
     def submit(
@@ -50,24 +50,24 @@ class Yard:
             "shard_rows": 50,
             **fields,
         }
-        job = self.store.submit_job(load_spec(spec)).job
+        job = self.store.submit_job(parse_spec(spec)).job
         plan_submitted_job(self.store, job.job_id, current_owner(), [str(self.kit.folder)])
         return self.store.load_job(job.job_id)
 
-    def start_mill(self, *models: str, max_models: int = 1) -> Mill:
-        mill = Mill(
+    def start_pool(self, *models: str, max_models: int = 1) -> ModelPool:
+        pool = ModelPool(
             self.store,
             load_catalog(models or ["null=null:?delay_ms=1"]),
             allow=[str(self.kit.folder)],
             max_models=max_models,
             engine_options=EngineOptions(),
-            ring=lambda task, args, queue: True,
+            notify=lambda task, args, queue: True,
             lease_s=LEASE_S,
             engine_timeout_s=5.0,
         )
-        mill.start()
-        self.mills.append(mill)
-        return mill
+        pool.start()
+        self.pools.append(pool)
+        return pool
 
     def wait(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
@@ -88,13 +88,13 @@ def yard(kit: Any, tmp_path: Path) -> Iterator[Yard]:
     with open_store(f"sqlite:///{tmp_path}/jobs.db", lease_s=LEASE_S) as store:
         yard = Yard(kit, store)
         yield yard
-        for mill in yard.mills:
-            mill.stop()
+        for pool in yard.pools:
+            pool.stop()
 
 
 def test_a_submitted_job_is_run_to_its_manifest(yard: Yard) -> None:
     job = yard.submit(230)
-    yard.start_mill()
+    yard.start_pool()
     status = yard.wait_state(job, JobState.COMPLETED)
     assert (status.completed, status.failed, status.not_run) == (230, 0, 0)
     assert yard.row_indexes(job) == list(range(230))
@@ -104,10 +104,10 @@ def test_a_submitted_job_is_run_to_its_manifest(yard: Yard) -> None:
 
 def test_a_small_job_of_high_priority_overtakes_a_large_one(yard: Yard) -> None:
     large = yard.submit(3000)
-    mill = yard.start_mill()
+    pool = yard.start_pool()
     yard.wait(lambda: yard.store.status(large.job_id).rows_done > 0)
     small = yard.submit(60, priority="high")
-    mill.wake("null")
+    pool.wake("null")
     yard.wait_state(small, JobState.COMPLETED)
     assert yard.store.status(large.job_id).not_run > 1000
     yard.wait_state(large, JobState.COMPLETED)
@@ -115,17 +115,17 @@ def test_a_small_job_of_high_priority_overtakes_a_large_one(yard: Yard) -> None:
 
 def test_a_long_job_does_not_starve_a_short_one_of_equal_priority(yard: Yard) -> None:
     long = yard.submit(4000)
-    mill = yard.start_mill()
+    pool = yard.start_pool()
     yard.wait(lambda: yard.store.status(long.job_id).rows_done > 0)
     short = yard.submit(100)
-    mill.wake("null")
+    pool.wake("null")
     yard.wait_state(short, JobState.COMPLETED)
     assert yard.store.load_job(long.job_id).state == JobState.IN_PROGRESS
 
 
 def test_a_cancelled_job_leaves_the_engine_within_five_seconds_and_the_other_goes_on(yard: Yard) -> None:
     doomed, other = yard.submit(20_000), yard.submit(20_000)
-    mill = yard.start_mill()
+    pool = yard.start_pool()
     for job in (doomed, other):
         yard.wait(lambda job=job: yard.store.status(job.job_id).rows_done > 0)
     yard.store.request_cancel(doomed.job_id)
@@ -136,18 +136,18 @@ def test_a_cancelled_job_leaves_the_engine_within_five_seconds_and_the_other_goe
     assert len(yard.row_indexes(doomed)) == status.completed > 0
     yard.store.request_cancel(other.job_id)
     yard.wait_state(other, JobState.CANCELLED)
-    yard.wait(lambda: mill.figures().num_rows_in_flight == 0)
+    yard.wait(lambda: pool.figures().num_rows_in_flight == 0)
 
 
 def test_a_cancelled_job_is_resumed_without_computing_a_committed_row_again(yard: Yard) -> None:
     job = yard.submit(1500)
-    mill = yard.start_mill()
+    pool = yard.start_pool()
     yard.wait(lambda: yard.store.status(job.job_id).completed >= 200)
     yard.store.request_cancel(job.job_id)
     kept = yard.wait_state(job, JobState.CANCELLED).completed
     assert yard.store.resume_job(job.job_id) == JobState.IN_PROGRESS
     assert yard.store.resume_job(job.job_id) == JobState.IN_PROGRESS
-    mill.wake()
+    pool.wake()
     status = yard.wait_state(job, JobState.COMPLETED)
     assert status.completed == 1500
     assert yard.row_indexes(job) == list(range(1500))
@@ -157,7 +157,7 @@ def test_a_cancelled_job_is_resumed_without_computing_a_committed_row_again(yard
 
 def test_a_job_past_its_deadline_keeps_what_is_done(yard: Yard) -> None:
     job = yard.submit(20_000, deadline="1h")
-    yard.start_mill()
+    yard.start_pool()
     yard.wait(lambda: yard.store.status(job.job_id).completed > 0)
     change_job(yard.store, job, deadline_at=0.0)
     status = yard.wait_state(job, JobState.EXPIRED)
@@ -167,37 +167,37 @@ def test_a_job_past_its_deadline_keeps_what_is_done(yard: Yard) -> None:
 
 def test_a_stop_gives_the_shards_back_with_their_finished_rows(yard: Yard) -> None:
     job = yard.submit(5000, shard_rows=2500)
-    mill = yard.start_mill()
-    yard.wait(lambda: yard.store.status(job.job_id).rows_done >= 300 or mill.figures().num_rows_in_flight > 0)
-    yard.wait(lambda: mill.figures().num_shards > 0)
+    pool = yard.start_pool()
+    yard.wait(lambda: yard.store.status(job.job_id).rows_done >= 300 or pool.figures().num_rows_in_flight > 0)
+    yard.wait(lambda: pool.figures().num_shards > 0)
     threading.Event().wait(1.0)
     started_s = time.monotonic()
-    assert mill.stop(10.0)
+    assert pool.stop(10.0)
     assert time.monotonic() - started_s < 10.0
     status = yard.store.status(job.job_id)
     assert set(status.shards) <= {"queued", "done"}
     assert len(yard.row_indexes(job)) == status.completed > 0
-    yard.start_mill()
+    yard.start_pool()
     yard.wait_state(job, JobState.COMPLETED)
     assert yard.row_indexes(job) == list(range(5000))
 
 
 def test_a_worker_with_other_weights_of_that_name_does_not_touch_a_pinned_job(yard: Yard) -> None:
     job = yard.submit(2000)
-    mill = yard.start_mill()
+    pool = yard.start_pool()
     yard.wait(lambda: yard.store.status(job.job_id).completed > 0)
-    assert mill.stop()
+    assert pool.stop()
     done = yard.store.status(job.job_id).completed
-    other = yard.start_mill("null=null:?delay_ms=2")
+    other = yard.start_pool("null=null:?delay_ms=2")
     other.run_once(time.monotonic())
     assert other.figures().num_shards == 0
-    yard.start_mill()
+    yard.start_pool()
     assert yard.wait_state(job, JobState.COMPLETED).completed == 2000 > done
 
 
 def test_a_row_that_kills_the_engine_is_quarantined_and_every_other_row_completes(yard: Yard) -> None:
     job = yard.submit(200, texts={77: "poison"})
-    yard.start_mill("null=null:?crash_on=poison")
+    yard.start_pool("null=null:?crash_on=poison")
     status = yard.wait_state(job, JobState.COMPLETED)
     assert status.errors_by_code == {"poisoned": 1}
     assert yard.row_indexes(job) == list(range(200))
@@ -205,14 +205,14 @@ def test_a_row_that_kills_the_engine_is_quarantined_and_every_other_row_complete
 
 def test_failed_rows_are_computed_again_on_request_and_the_others_stay(yard: Yard) -> None:
     job = yard.submit(300)
-    mill = yard.start_mill("null=null:?failure_rate=0.2")
+    pool = yard.start_pool("null=null:?failure_rate=0.2")
     failed = yard.wait_state(job, JobState.COMPLETED).failed
     assert failed > 20
     before = {
         row["row_index"]: row["completion"] for row in yard.kit.rows(Path(job.output)) if row["completion"]
     }
     assert yard.store.retry_failed(job.job_id) == failed
-    mill.wake()
+    pool.wake()
     yard.wait(lambda: yard.store.load_job(job.job_id).state in (JobState.COMPLETED, JobState.FAILED))
     after = {row["row_index"]: row["completion"] for row in yard.kit.rows(Path(job.output))}
     assert sorted(after) == list(range(300))
@@ -222,7 +222,7 @@ def test_failed_rows_are_computed_again_on_request_and_the_others_stay(yard: Yar
 
 def test_too_many_failed_rows_stop_the_job_and_keep_what_is_done(yard: Yard) -> None:
     job = yard.submit(5000, max_errors=20)
-    yard.start_mill("null=null:?failure_rate=0.5&delay_ms=1")
+    yard.start_pool("null=null:?failure_rate=0.5&delay_ms=1")
     status = yard.wait_state(job, JobState.FAILED)
     assert "20" in (status.message or "")
     assert status.failed > 20
@@ -232,7 +232,7 @@ def test_too_many_failed_rows_stop_the_job_and_keep_what_is_done(yard: Yard) -> 
 
 def test_models_take_turns_where_only_one_fits(yard: Yard) -> None:
     first, second = yard.submit(100, model="a"), yard.submit(100, model="b")
-    yard.start_mill("a=null:", "b=null:", max_models=1)
+    yard.start_pool("a=null:", "b=null:", max_models=1)
     yard.wait_state(first, JobState.COMPLETED)
     yard.wait_state(second, JobState.COMPLETED)
 
@@ -244,7 +244,7 @@ def test_a_job_outside_the_allowed_places_is_refused_with_a_reason(yard: Yard) -
         "output": str(yard.kit.folder / "x"),
         "model": "null",
     }
-    job = yard.store.submit_job(load_spec(spec)).job
+    job = yard.store.submit_job(parse_spec(spec)).job
     plan_submitted_job(yard.store, job.job_id, current_owner(), [str(yard.kit.folder)])
     status = yard.store.status(job.job_id)
     assert status.state == JobState.FAILED
@@ -255,8 +255,8 @@ def test_a_worker_whose_engine_can_not_start_ends_and_blames_no_row(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = yard.submit(100)
-    monkeypatch.setattr("worker.engine_child.sys.executable", "/bin/false")
-    mill = yard.start_mill()
-    yard.wait(lambda: mill.failure is not None)
+    monkeypatch.setattr("gristmill.worker.engine.child.sys.executable", "/bin/false")
+    pool = yard.start_pool()
+    yard.wait(lambda: pool.failure is not None)
     status = yard.store.status(job.job_id)
     assert (status.failed, status.not_run) == (0, 100)

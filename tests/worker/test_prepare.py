@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from engine.null_tokenizer import NullTokenizer
-from engine.request import EngineInfo
-from jobs.identity import sample_seed
-from jobs.planning import plan_shards
-from jobs.prompts import PromptSource
-from jobs.reading import load_columns
-from jobs.sources import load_sources
-from jobs.spec import load_spec
-from jobs.storage import open_storage
-from worker.prepare import PreparedBatch, Preparer
+from gristmill.engine.null_tokenizer import NullTokenizer
+from gristmill.engine.request import EngineInfo
+from gristmill.jobs.identity import sample_seed
+from gristmill.jobs.input.reading import load_columns
+from gristmill.jobs.input.sources import load_sources
+from gristmill.jobs.plan.cutting import plan_shards
+from gristmill.jobs.prompt.source import PromptSource
+from gristmill.jobs.spec import parse_spec
+from gristmill.jobs.storage.folder import open_storage
+from gristmill.worker.run.prepare import PreparedBatch, Preparer
 
 
 def _info(context_size: int = 128, max_request_tokens: int = 1 << 20) -> EngineInfo:
@@ -33,7 +33,7 @@ def _prepare(
 ) -> PreparedBatch:
     path = folder / "in.jsonl"
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    spec = load_spec(
+    spec = parse_spec(
         {
             "input": [str(path)],
             "output": str(folder / "out"),

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from worker.progress import (
+from gristmill.worker.show.progress import (
     Display,
     LiveDisplay,
     MovingRate,

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from worker.local_run import retry_local
+from gristmill.worker.local.run import retry_local
 
 PROMPT = "{{ document }} {{ question }}"
 COMPARED = ("source", "row_index", "custom_id", "question", "completion", "error_code", "prompt_tokens")
@@ -100,7 +100,7 @@ def test_a_run_that_dies_around_its_spool_loses_and_doubles_nothing(
     plain = kit.folder / "plain"
     assert kit.run(source, **fields, output=str(plain), regroup="never") == 0
     command = [
-        *(sys.executable, "-m", "worker.cli", "run", str(source), "--output", str(kit.output)),
+        *(sys.executable, "-m", "gristmill", "run", str(source), "--output", str(kit.output)),
         *("--model", "null:", "--prompt", PROMPT, "--keep", "question", "--max-tokens", "16"),
         *("--shard-rows", "50", "--regroup", "always"),
     ]

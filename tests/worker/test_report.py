@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from jobs.owner import Owner
-from jobs.records import JobStatus, WorkerModel, WorkerRecord
-from worker.progress import Progress
-from worker.report import (
+from gristmill.jobs.owner import Owner
+from gristmill.jobs.records import JobStatus, WorkerModel, WorkerRecord
+from gristmill.worker.show.progress import Progress
+from gristmill.worker.show.report import (
     to_jobs_text,
     to_progress,
     to_resume_command,

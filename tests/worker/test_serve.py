@@ -1,4 +1,4 @@
-"""A worker's start and end: what it refuses, what it waits for, what a signal does. The mill is a stand-in."""
+"""A worker's start and end: what it refuses, what it waits for, what a signal does. The pool is a stand-in."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 
-from jobs.broker import SUBMIT
-from jobs.database import database_url
-from jobs.errors import RefusedError, StoreUnavailable
-from jobs.store import open_store
+from gristmill.jobs.broker import SUBMIT
+from gristmill.jobs.errors import RefusedError, StoreUnavailable
+from gristmill.jobs.store.database import database_url
+from gristmill.jobs.store.store import open_store
+from gristmill.worker.cli.main import run_cli
+from gristmill.worker.serve.serve import load_allow, load_seconds, wait_for
 from tests.servers import RedisServer, running
 from tests.worker.queue_kit import eventually, plain_client
-from worker.cli import run_cli
-from worker.serve import load_allow, load_seconds, wait_for
 
 SECRET_URL = "redis://:hush-hush@127.0.0.1:1/0"
 
@@ -79,7 +79,7 @@ def test_a_signal_hands_back_and_ends_the_worker(
     assert worker.says("takes messages from the broker"), worker.text()
     exit_code, took_s = worker.stop(number)
     text = worker.text()
-    assert (exit_code, text.count("mill: stop 8.5"), text.count("mill: stopped")) == (code, 1, 1), text
+    assert (exit_code, text.count("pool: stop 8.5"), text.count("pool: stopped")) == (code, 1, 1), text
     assert took_s < 6.0
     assert "Traceback" not in text
 
@@ -88,7 +88,7 @@ def test_a_second_signal_ends_it_at_once(start: Start, redis_url: str) -> None:
     worker = start(redis_url, FAKE_STOP_S="20")
     assert worker.says("the worker is up")
     worker.process.send_signal(signal.SIGTERM)
-    assert worker.says("mill: stop")
+    assert worker.says("pool: stop")
     exit_code, took_s = worker.stop()
     assert exit_code == 130
     assert took_s < 2.0
@@ -98,13 +98,13 @@ def test_an_ill_host_ends_the_worker_with_its_reason(start: Start, redis_url: st
     worker = start(redis_url, FAKE_FAILURE="the canary died twice: look at the GPU")
     assert worker.process.wait(30.0) == 1
     assert "gristmill: the canary died twice: look at the GPU\n" in worker.text()
-    assert "mill: stopped" in worker.text()
+    assert "pool: stopped" in worker.text()
 
 
 def test_it_works_and_ends_without_a_broker(start: Start) -> None:
     worker = start(SECRET_URL)
     assert worker.says("Connection refused"), worker.text()
-    assert "mill: start" in worker.text()
+    assert "pool: start" in worker.text()
     exit_code, took_s = worker.stop()
     assert exit_code == 0
     assert took_s < 6.0
@@ -148,7 +148,7 @@ def test_a_submission_of_a_plain_client_becomes_a_job_and_its_prompt_no_log_line
         messages = {job.idempotency_key: job.message or "" for job in store.list_jobs()}
     assert "promt is not an option" in messages["bad"]
     assert "/elsewhere" in messages["outside"]
-    assert worker.says("mill: wake m")
+    assert worker.says("pool: wake m")
     assert "secretly" not in worker.text() and "private" not in worker.text()
 
 
@@ -174,7 +174,7 @@ def test_what_cannot_work_is_refused_at_the_start(
     change: dict[str, str | None],
     said: str,
 ) -> None:
-    monkeypatch.setattr("worker.serve.set_up_logging", lambda: None)
+    monkeypatch.setattr("gristmill.worker.serve.serve.set_up_logging", lambda: None)
     words = [word for flag, value in (WORDS | change).items() if value is not None for word in (flag, value)]
     assert run_cli(["worker", *words]) == 2
     out, err = capsys.readouterr()
@@ -187,7 +187,7 @@ def test_what_cannot_work_is_refused_at_the_start(
 def test_a_newer_schema_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("worker.serve.set_up_logging", lambda: None)
+    monkeypatch.setattr("gristmill.worker.serve.serve.set_up_logging", lambda: None)
     with open_store(database_url(None)):
         pass
     engine = sqlalchemy.create_engine(database_url(None))
@@ -215,7 +215,7 @@ def test_seconds_of_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_database_that_does_not_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.serve.RETRY_S", 0.0)
+    monkeypatch.setattr("gristmill.worker.serve.serve.RETRY_S", 0.0)
     failures = [StoreUnavailable("the database does not answer")] * 3
 
     def open_it() -> str:

@@ -5,26 +5,26 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from engine.config import EngineOptions
-from engine.tokenizer import load_tokenizer
-from jobs.database import database_url
-from jobs.owner import current_owner
-from jobs.planning import plan_shards
-from jobs.spec import load_spec
-from jobs.storage import open_storage
-from jobs.store import open_store
-from worker.committer import Committer
-from worker.credit_window import credit_window
-from worker.engine_client import EngineClient
-from worker.engine_feed import EngineFeed
-from worker.job_context import Contexts, JobContext, OutputTarget
-from worker.local_order import load_order
-from worker.prepare import Preparer
-from worker.prepare_ahead import PrepareAhead
-from worker.run_outcome import RunEnd, RunnerOptions
-from worker.shard_book import ShardBook
-from worker.shard_runner import ShardRunner
-from worker.shard_source import JobShards
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.text.tokenizer import load_tokenizer
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.plan.cutting import plan_shards
+from gristmill.jobs.spec import parse_spec
+from gristmill.jobs.storage.folder import open_storage
+from gristmill.jobs.store.database import database_url
+from gristmill.jobs.store.store import open_store
+from gristmill.worker.engine.client import EngineClient
+from gristmill.worker.engine.credit_window import credit_window
+from gristmill.worker.engine.supervisor import EngineSupervisor
+from gristmill.worker.local.order import load_order
+from gristmill.worker.run.active_shards import ActiveShards
+from gristmill.worker.run.committer import Committer
+from gristmill.worker.run.job_context import Contexts, JobContext, OutputTarget
+from gristmill.worker.run.outcome import RunEnd, RunnerOptions
+from gristmill.worker.run.prepare import Preparer
+from gristmill.worker.run.prepare_ahead import PrepareAhead
+from gristmill.worker.run.shard_runner import ShardRunner
+from gristmill.worker.run.shard_source import JobShards
 
 MAX_NUM_SEQS = 8
 NUM_ROWS, SHARD_ROWS = 160, 20
@@ -37,7 +37,7 @@ def test_the_rows_in_the_engine_stay_above_nine_tenths_of_what_it_can_run(
     rows = [{"text": f"Count to {i}."} for i in range(NUM_ROWS)]
     fields = {"input": [str(kit.write_jsonl(rows))], "output": str(kit.output), "model": smollm2_path}
     sampling = {"ignore_eos": True}
-    order = load_order(load_spec({**fields, "prompt": "{{ text }}", "max_tokens": 3, "sampling": sampling}))
+    order = load_order(parse_spec({**fields, "prompt": "{{ text }}", "max_tokens": 3, "sampling": sampling}))
     client = EngineClient(smollm2_path, EngineOptions(max_num_seqs=MAX_NUM_SEQS))
     client.start()
     samples: dict[int, int] = {}  # by step: rows that run or wait in the engine
@@ -53,11 +53,11 @@ def test_the_rows_in_the_engine_stay_above_nine_tenths_of_what_it_can_run(
             target = OutputTarget(open_storage(order.spec.output), order.schema, "parquet", order.sources)
             contexts = Contexts(lambda _: JobContext(preparer, target))
             display = kit.new_display()
-            feed = EngineFeed(client, credit_window(smollm2_path, info))
+            feed = EngineSupervisor(client, credit_window(smollm2_path, info))
             runner = ShardRunner(
                 store,
                 JobShards(store, job.job_id, current_owner()),
-                ShardBook(store.status(job.job_id)),
+                ActiveShards(store.status(job.job_id)),
                 current_owner(),
                 feed,
                 PrepareAhead(contexts),

@@ -12,30 +12,30 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineOptions
-from engine.null_tokenizer import NullTokenizer
-from jobs.database import database_url
-from jobs.errors import OutputError
-from jobs.hashing_file import HashingFile
-from jobs.local_storage import LocalStorage
-from jobs.owner import current_owner
-from jobs.planning import plan_shards
-from jobs.records import JobRecord
-from jobs.spec import load_spec
-from jobs.storage import open_storage
-from jobs.store import Store, open_store
-from worker.committer import Committer
-from worker.credit_window import ROWS_PER_SEQ
-from worker.engine_client import EngineClient
-from worker.engine_feed import MAX_CULPRITS, EngineFeed
-from worker.job_context import Contexts, JobContext, OutputTarget
-from worker.local_order import load_order
-from worker.prepare import Preparer
-from worker.prepare_ahead import PrepareAhead
-from worker.run_outcome import RunEnd, RunnerOptions, RunOutcome
-from worker.shard_book import ShardBook
-from worker.shard_runner import ShardRunner
-from worker.shard_source import JobShards
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.null_tokenizer import NullTokenizer
+from gristmill.jobs.errors import OutputError
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.plan.cutting import plan_shards
+from gristmill.jobs.records import JobRecord
+from gristmill.jobs.spec import parse_spec
+from gristmill.jobs.storage.folder import open_storage
+from gristmill.jobs.storage.hashing_file import HashingFile
+from gristmill.jobs.storage.local import LocalStorage
+from gristmill.jobs.store.database import database_url
+from gristmill.jobs.store.store import Store, open_store
+from gristmill.worker.engine.client import EngineClient
+from gristmill.worker.engine.credit_window import ROWS_PER_SEQ
+from gristmill.worker.engine.supervisor import MAX_CULPRITS, EngineSupervisor
+from gristmill.worker.local.order import load_order
+from gristmill.worker.run.active_shards import ActiveShards
+from gristmill.worker.run.committer import Committer
+from gristmill.worker.run.job_context import Contexts, JobContext, OutputTarget
+from gristmill.worker.run.outcome import RunEnd, RunnerOptions, RunOutcome
+from gristmill.worker.run.prepare import Preparer
+from gristmill.worker.run.prepare_ahead import PrepareAhead
+from gristmill.worker.run.shard_runner import ShardRunner
+from gristmill.worker.run.shard_source import JobShards
 
 LIMIT_S = 30.0
 
@@ -56,7 +56,7 @@ class Rig:
         texts: dict[int, str],
     ) -> None:
         rows = [{"text": texts.get(i, f"row {i}")} for i in range(num_rows)]
-        spec = load_spec(
+        spec = parse_spec(
             {
                 "input": [str(kit.write_jsonl(rows))],
                 "output": str(kit.output),
@@ -78,13 +78,13 @@ class Rig:
         preparer = Preparer(order.spec, order.sources, NullTokenizer(), order.prompt_source, info, [])
         self.should_stop = False
         self.display = kit.new_display()
-        self.feed = EngineFeed(client, window)
+        self.feed = EngineSupervisor(client, window)
         target = OutputTarget(self.storage, order.schema, "parquet", order.sources)
         contexts = Contexts(lambda _: JobContext(preparer, target))
         self.runner = ShardRunner(
             store,
             JobShards(store, self.job.job_id, current_owner()),
-            ShardBook(store.status(self.job.job_id)),
+            ActiveShards(store.status(self.job.job_id)),
             current_owner(),
             self.feed,
             PrepareAhead(contexts),

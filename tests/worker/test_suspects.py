@@ -6,8 +6,8 @@ from array import array
 
 import pytest
 
-from engine.request import Request, SamplingParams
-from worker.suspects import MICRO_BATCH_ROWS, Suspects
+from gristmill.engine.request import Request, SamplingParams
+from gristmill.worker.engine.crash_search import MICRO_BATCH_ROWS, CrashSearch
 
 
 def _requests(num_rows: int) -> list[Request]:
@@ -16,7 +16,7 @@ def _requests(num_rows: int) -> list[Request]:
 
 def _find(num_rows: int, culprit: int) -> tuple[int, int]:
     """Plays an engine that dies of `culprit`: its id as found, and the number of deaths until then."""
-    suspects, in_engine = Suspects(), _requests(num_rows)
+    suspects, in_engine = CrashSearch(), _requests(num_rows)
     num_deaths = 0
     while True:
         num_deaths += 1
@@ -36,13 +36,13 @@ def test_the_culprit_is_found_and_the_others_are_not_blamed(num_rows: int, culpr
 
 
 def test_after_the_first_death_all_rows_go_in_again_together() -> None:
-    suspects, rows = Suspects(), _requests(40)
+    suspects, rows = CrashSearch(), _requests(40)
     assert suspects.blame(rows) is None
     assert suspects.present == rows
 
 
 def test_after_the_second_death_they_go_in_by_micro_batches_in_order() -> None:
-    suspects, rows = Suspects(), _requests(40)
+    suspects, rows = CrashSearch(), _requests(40)
     suspects.blame(rows)
     suspects.blame(rows)
     seen = []
@@ -55,7 +55,7 @@ def test_after_the_second_death_they_go_in_by_micro_batches_in_order() -> None:
 
 
 def test_rows_that_finished_before_the_death_are_out_of_suspicion() -> None:
-    suspects, rows = Suspects(), _requests(4)
+    suspects, rows = CrashSearch(), _requests(4)
     suspects.blame(rows)
     assert not suspects.discard([1, 2])
     suspects.blame(rows[2:])
@@ -63,14 +63,14 @@ def test_rows_that_finished_before_the_death_are_out_of_suspicion() -> None:
 
 
 def test_a_row_that_dies_once_alone_is_not_blamed_yet() -> None:
-    suspects, rows = Suspects(), _requests(1)
+    suspects, rows = CrashSearch(), _requests(1)
     assert suspects.blame(rows) is None
     assert suspects.discard([1])
     assert suspects.blame(rows) is None
 
 
 def test_cancelled_rows_are_forgotten_wherever_they_wait() -> None:
-    suspects, rows = Suspects(), _requests(40)
+    suspects, rows = CrashSearch(), _requests(40)
     suspects.blame(rows)
     suspects.blame(rows)
     assert suspects.discard(range(1, 41))

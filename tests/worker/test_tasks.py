@@ -1,4 +1,4 @@
-"""The desk behind the tasks, on a real store: submissions, planning, doorbells, and messages that mean nothing."""
+"""The handlers behind the tasks, on a real store: submissions, planning, wake-ups, messages that mean nothing."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 import pytest
 
-from jobs.broker import CONTROL_QUEUE, PLAN_JOB, PLAN_PIECE, RUN_SHARDS
-from jobs.errors import StoreError, StoreUnavailable
-from jobs.owner import current_owner
-from jobs.records import WorkerModel
-from jobs.states import JobState, Runner
-from jobs.store import Store, open_store
-from worker import tasks
-from worker.tasks import Desk, StoppingError
+from gristmill.jobs.broker import CONTROL_QUEUE, PLAN_JOB, PLAN_PIECE, RUN_SHARDS
+from gristmill.jobs.errors import StoreError, StoreUnavailable
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.records import WorkerModel
+from gristmill.jobs.states import JobState, Runner
+from gristmill.jobs.store.store import Store, open_store
+from gristmill.worker.serve import messages
+from gristmill.worker.serve.messages import MessageHandlers, StoppingError
 
 
-class Bells:
-    """Notes the rings; `is_down` lets them fail."""
+class Notifications:
+    """Notes the notifies; `is_down` lets them fail."""
 
     def __init__(self) -> None:
-        self.rung: list[tuple[str, list[Any], str]] = []
+        self.notified: list[tuple[str, list[Any], str]] = []
         self.woken: list[str | None] = []
         self.is_down = False
 
-    def ring(self, task: str, args: Sequence[Any], queue: str) -> bool:
-        self.rung.append((task, list(args), queue))
+    def notify(self, task: str, args: Sequence[Any], queue: str) -> bool:
+        self.notified.append((task, list(args), queue))
         return not self.is_down
 
 
@@ -40,13 +40,13 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def bells() -> Bells:
-    return Bells()
+def notifiers() -> Notifications:
+    return Notifications()
 
 
 @pytest.fixture
-def desk(store: Store, bells: Bells, tmp_path: Path) -> Desk:
-    return Desk(store, current_owner(), [str(tmp_path)], bells.ring, bells.woken.append)
+def handlers(store: Store, notifiers: Notifications, tmp_path: Path) -> MessageHandlers:
+    return MessageHandlers(store, current_owner(), [str(tmp_path)], notifiers.notify, notifiers.woken.append)
 
 
 @pytest.fixture
@@ -61,30 +61,32 @@ def order(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_a_submission_becomes_a_job_and_is_planned_by_whoever_hears_the_bell(
-    desk: Desk, bells: Bells, order: dict[str, Any]
+def test_a_submission_becomes_a_job_and_is_planned_by_whoever_hears_the_notifier(
+    handlers: MessageHandlers, notifiers: Notifications, order: dict[str, Any]
 ) -> None:
-    job = desk.submit(order, "task-1")
+    job = handlers.submit(order, "task-1")
     assert (job.state, job.runner, job.model, job.idempotency_key) == (
         JobState.VALIDATING,
         Runner.WORKERS,
         "m",
         "task-1",
     )
-    assert bells.rung == [(PLAN_JOB, [job.job_id], CONTROL_QUEUE)]
+    assert notifiers.notified == [(PLAN_JOB, [job.job_id], CONTROL_QUEUE)]
 
 
 def test_the_same_message_again_is_the_same_job(
-    desk: Desk, bells: Bells, store: Store, order: dict[str, Any]
+    handlers: MessageHandlers, notifiers: Notifications, store: Store, order: dict[str, Any]
 ) -> None:
-    first = desk.submit(order, "task-1")
-    assert desk.submit(order, "task-1").job_id == first.job_id
-    keyed = desk.submit(order | {"idempotency_key": "nightly"}, "task-2")
+    first = handlers.submit(order, "task-1")
+    assert handlers.submit(order, "task-1").job_id == first.job_id
+    keyed = handlers.submit(order | {"idempotency_key": "nightly"}, "task-2")
     assert (
-        desk.submit(order | {"idempotency_key": "nightly"}, "task-3").job_id == keyed.job_id != first.job_id
+        handlers.submit(order | {"idempotency_key": "nightly"}, "task-3").job_id
+        == keyed.job_id
+        != first.job_id
     )
     assert len(store.list_jobs()) == 2
-    assert len(bells.rung) == 2
+    assert len(notifiers.notified) == 2
 
 
 @pytest.mark.parametrize(
@@ -100,20 +102,25 @@ def test_the_same_message_again_is_the_same_job(
     ],
 )
 def test_a_wrong_submission_is_a_failed_job_that_says_why(
-    desk: Desk, bells: Bells, store: Store, order: dict[str, Any], change: dict[str, Any], said: str
+    handlers: MessageHandlers,
+    notifiers: Notifications,
+    store: Store,
+    order: dict[str, Any],
+    change: dict[str, Any],
+    said: str,
 ) -> None:
-    job = desk.submit(order | change, "task-1")
+    job = handlers.submit(order | change, "task-1")
     assert (job.state, job.runner) == (JobState.FAILED, Runner.WORKERS)
     assert job.message and said in job.message
-    assert bells.rung == []
-    assert desk.submit(order | change, "task-1").job_id == job.job_id
+    assert notifiers.notified == []
+    assert handlers.submit(order | change, "task-1").job_id == job.job_id
     assert len(store.list_jobs()) == 1
 
 
 def test_a_submission_waits_for_the_database(
-    desk: Desk, store: Store, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    handlers: MessageHandlers, store: Store, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "RETRY_S", 0.0)
+    monkeypatch.setattr(messages, "RETRY_S", 0.0)
     failures = [StoreUnavailable("restarted")] * 3
     submit_job = store.submit_job
 
@@ -123,11 +130,11 @@ def test_a_submission_waits_for_the_database(
         return submit_job(*args)
 
     monkeypatch.setattr(store, "submit_job", submit_later)
-    assert desk.submit(order, "task-1").state is JobState.VALIDATING
+    assert handlers.submit(order, "task-1").state is JobState.VALIDATING
 
 
 def test_a_submission_that_waits_is_given_back_when_the_worker_stops(
-    desk: Desk, store: Store, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    handlers: MessageHandlers, store: Store, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_asked = threading.Event()
 
@@ -136,74 +143,83 @@ def test_a_submission_that_waits_is_given_back_when_the_worker_stops(
         raise StoreUnavailable("down")
 
     monkeypatch.setattr(store, "submit_job", refuse)
-    threading.Thread(target=lambda: is_asked.wait(10) and desk.stop()).start()
+    threading.Thread(target=lambda: is_asked.wait(10) and handlers.stop()).start()
     with pytest.raises(StoppingError):
-        desk.submit(order, "task-1")
+        handlers.submit(order, "task-1")
 
 
-def test_planning_starts_the_job_and_wakes_the_mill(
-    desk: Desk, bells: Bells, store: Store, order: dict[str, Any]
+def test_planning_starts_the_job_and_wakes_the_pool(
+    handlers: MessageHandlers, notifiers: Notifications, store: Store, order: dict[str, Any]
 ) -> None:
-    job = desk.submit(order, "task-1")
-    bells.rung.clear()
-    desk.plan_job(job.job_id)
+    job = handlers.submit(order, "task-1")
+    notifiers.notified.clear()
+    handlers.plan_job(job.job_id)
     planned = store.load_job(job.job_id)
     assert (planned.state, planned.num_rows) == (JobState.IN_PROGRESS, 40)
-    assert bells.woken == ["m"]
-    assert bells.rung == []  # no worker offers the model: such bells would pile up
+    assert notifiers.woken == ["m"]
+    assert notifiers.notified == []  # no worker offers the model: such notifiers would pile up
 
 
-def test_workers_that_offer_the_model_are_rung_once_a_shard_at_most(
-    desk: Desk, bells: Bells, store: Store, order: dict[str, Any]
+def test_workers_that_offer_the_model_are_notified_once_a_shard_at_most(
+    handlers: MessageHandlers, notifiers: Notifications, store: Store, order: dict[str, Any]
 ) -> None:
     model = WorkerModel("m", "f" * 32, "float32", False)
     store.register_worker("worker_1", current_owner(), [model], "0.1.0")
-    job = desk.submit(order, "task-1")
-    bells.rung.clear()
-    desk.plan_job(job.job_id)
+    job = handlers.submit(order, "task-1")
+    notifiers.notified.clear()
+    handlers.plan_job(job.job_id)
     num_shards = store.load_job(job.job_id).num_shards
     assert 1 < num_shards
-    assert bells.rung == [(RUN_SHARDS, ["m"], "gristmill.model.m")] * min(num_shards - 1, tasks.MAX_BELLS)
+    assert notifiers.notified == [(RUN_SHARDS, ["m"], "gristmill.model.m")] * min(
+        num_shards - 1, messages.MAX_NOTIFICATIONS
+    )
 
 
-def test_a_stale_hint_does_nothing(desk: Desk, bells: Bells, store: Store, order: dict[str, Any]) -> None:
-    job = desk.submit(order, "task-1")
-    desk.plan_job(job.job_id)
-    bells.rung.clear()
-    bells.woken.clear()
+def test_a_stale_hint_does_nothing(
+    handlers: MessageHandlers, notifiers: Notifications, store: Store, order: dict[str, Any]
+) -> None:
+    job = handlers.submit(order, "task-1")
+    handlers.plan_job(job.job_id)
+    notifiers.notified.clear()
+    notifiers.woken.clear()
     for _ in range(10):
-        desk.plan_job(job.job_id)
-        desk.plan_piece(job.job_id, 0)
-    assert (bells.rung, bells.woken) == ([], [])
+        handlers.plan_job(job.job_id)
+        handlers.plan_piece(job.job_id, 0)
+    assert (notifiers.notified, notifiers.woken) == ([], [])
 
 
-def test_an_unknown_job_is_an_error_of_one_line(desk: Desk) -> None:
+def test_an_unknown_job_is_an_error_of_one_line(handlers: MessageHandlers) -> None:
     with pytest.raises(StoreError, match="job_nowhere"):
-        desk.plan_job("job_nowhere")
+        handlers.plan_job("job_nowhere")
 
 
-def test_a_place_outside_the_roots_is_refused(desk: Desk, store: Store, order: dict[str, Any]) -> None:
-    job = desk.submit(order | {"input": ["/etc/passwd"], "input_format": "jsonl"}, "task-1")
-    desk.plan_job(job.job_id)
+def test_a_place_outside_the_roots_is_refused(
+    handlers: MessageHandlers, store: Store, order: dict[str, Any]
+) -> None:
+    job = handlers.submit(order | {"input": ["/etc/passwd"], "input_format": "jsonl"}, "task-1")
+    handlers.plan_job(job.job_id)
     planned = store.load_job(job.job_id)
     assert planned.state is JobState.FAILED
     assert "/etc/passwd" in (planned.message or "")
 
 
-def test_pieces_are_rung_until_the_broker_fails(
-    desk: Desk, bells: Bells, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_pieces_are_notified_until_the_broker_fails(
+    handlers: MessageHandlers,
+    notifiers: Notifications,
+    order: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tasks, "plan_submitted_job", lambda *_: [0, 1, 2])
-    job = desk.submit(order, "task-1")
-    bells.rung.clear()
-    desk.plan_job(job.job_id)
-    assert bells.rung == [(PLAN_PIECE, [job.job_id, index], CONTROL_QUEUE) for index in range(3)]
-    bells.rung.clear()
-    bells.is_down = True
-    desk.plan_job(job.job_id)
-    assert len(bells.rung) == 1
+    monkeypatch.setattr(messages, "plan_submitted_job", lambda *_: [0, 1, 2])
+    job = handlers.submit(order, "task-1")
+    notifiers.notified.clear()
+    handlers.plan_job(job.job_id)
+    assert notifiers.notified == [(PLAN_PIECE, [job.job_id, index], CONTROL_QUEUE) for index in range(3)]
+    notifiers.notified.clear()
+    notifiers.is_down = True
+    handlers.plan_job(job.job_id)
+    assert len(notifiers.notified) == 1
 
 
-def test_a_doorbell_wakes_the_mill(desk: Desk, bells: Bells) -> None:
-    desk.run_shards("m")
-    assert bells.woken == ["m"]
+def test_a_notification_wakes_the_pool(handlers: MessageHandlers, notifiers: Notifications) -> None:
+    handlers.run_shards("m")
+    assert notifiers.woken == ["m"]

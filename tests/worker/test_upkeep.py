@@ -1,4 +1,4 @@
-"""Upkeep with a real store and real files: what is due is done once it is due, whoever lost or broke what."""
+"""Reconciler with a real store and real files: what is due is done once it is due, whoever lost or broke what."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from typing import Any
 
 import pytest
 
-from jobs.broker import CALLBACK_QUEUE, CONTROL_QUEUE, PLAN_PIECE
-from jobs.errors import OutputUnavailable, StoreUnavailable
-from jobs.owner import current_owner
-from jobs.part_schema import build_part_schema
-from jobs.parts import write_attempt
-from jobs.plan_store import PIECES_AGAIN_S
-from jobs.planner import plan_submitted_job
-from jobs.publishing import publish_part
-from jobs.records import ModelOffer, ShardClaim, WorkerModel
-from jobs.spec import load_spec
-from jobs.states import JobState
-from jobs.storage import open_storage
-from jobs.store import Store, open_store
+from gristmill.jobs.broker import CALLBACK_QUEUE, CONTROL_QUEUE, PLAN_PIECE
+from gristmill.jobs.errors import OutputUnavailable, StoreUnavailable
+from gristmill.jobs.output.parts import write_attempt
+from gristmill.jobs.output.publishing import publish_part
+from gristmill.jobs.output.schema import build_part_schema
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.plan.planner import plan_submitted_job
+from gristmill.jobs.records import ModelOffer, ShardClaim, WorkerModel
+from gristmill.jobs.spec import parse_spec
+from gristmill.jobs.states import JobState
+from gristmill.jobs.storage.folder import open_storage
+from gristmill.jobs.store.plans import PIECES_AGAIN_S
+from gristmill.jobs.store.store import Store, open_store
+from gristmill.worker.serve.reconciler import PLAN_PATIENCE_S, Reconciler, WorkerFigures
 from tests.jobs.cases import ELSEWHERE, Clock, build_results, count_results
-from worker.upkeep import PLAN_PATIENCE_S, Upkeep, WorkerFigures
 
 OFFER = ModelOffer("tiny", ("auto", "float32"), "f" * 32)
 MODELS = (WorkerModel("tiny", "f" * 32, "float32", True),)
 
 
 class Shop:
-    """A store, a folder with inputs, and one worker's upkeep whose broker can be taken away."""
+    """A store, a folder with inputs, and one worker's reconciler whose broker can be taken away."""
 
     def __init__(self, store: Store, clock: Clock, folder: Path) -> None:
         self.store = store
         self.clock = clock
         self.folder = folder
-        self.rung: list[tuple[str, list[Any], str]] = []
+        self.notified: list[tuple[str, list[Any], str]] = []
         self.has_broker = True
         self.is_stopping = False
         self.num_woken = 0
         self.now = 0.0
         store.register_worker("w1", current_owner(), MODELS, "1.0")
-        self.upkeep = Upkeep(
+        self.reconciler = Reconciler(
             store,
             current_owner(),
             "w1",
-            self._ring,
+            self._notify,
             [str(folder)],
             lambda: self.is_stopping,
             lambda: WorkerFigures(MODELS, 2, 512),
             self._wake,
         )
 
-    def _ring(self, task: str, args: list[Any], queue: str) -> bool:
+    def _notify(self, task: str, args: list[Any], queue: str) -> bool:
         if self.has_broker:
-            self.rung.append((task, args, queue))
+            self.notified.append((task, args, queue))
         return self.has_broker
 
     def _wake(self) -> None:
@@ -67,7 +67,7 @@ class Shop:
         """Lets time pass, for the database too, and does what is due then."""
         self.now += seconds
         self.clock.now += seconds
-        self.upkeep.run_once(self.now)
+        self.reconciler.run_once(self.now)
 
     def submit(self, num_rows: int = 3, name: str = "a", **fields: Any) -> str:
         source = self.folder / f"{name}.jsonl"
@@ -79,7 +79,7 @@ class Shop:
             "prompt": "{{ text }}",
             **fields,
         }
-        return self.store.submit_job(load_spec(order)).job.job_id
+        return self.store.submit_job(parse_spec(order)).job.job_id
 
     def submit_planned(self, num_rows: int = 3, name: str = "a", **fields: Any) -> str:
         job_id = self.submit(num_rows, name, **fields)
@@ -143,14 +143,14 @@ def test_a_job_that_may_not_be_read_here_fails_with_the_reason(shop: Shop) -> No
 def test_pieces_of_a_large_job_are_sent_to_all_and_planned_here_too(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.planner.is_large", lambda *args, **options: True)
+    monkeypatch.setattr("gristmill.jobs.plan.planner.is_large", lambda *args, **options: True)
     job_id = shop.submit_planned(50)
-    assert shop.rung == [(PLAN_PIECE, [job_id, 0], CONTROL_QUEUE)]
+    assert shop.notified == [(PLAN_PIECE, [job_id, 0], CONTROL_QUEUE)]
     assert shop.store.load_job(job_id).num_rows == 50
 
 
 def test_pieces_whose_messages_were_lost_are_planned(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.planner.is_large", lambda *args, **options: True)
+    monkeypatch.setattr("gristmill.jobs.plan.planner.is_large", lambda *args, **options: True)
     for number in range(10):
         (shop.folder / f"more-{number}.jsonl").write_text('{"text": "row"}\n')
     job_id = shop.submit(1, input=[str(shop.folder / "more-*.jsonl")])
@@ -199,7 +199,7 @@ def test_a_fault_of_ours_at_the_end_of_a_job_is_shown_in_the_job(
 
     job_id = shop.submit_planned()
     shop.run_all(job_id)
-    monkeypatch.setattr("worker.upkeep.finalize_job", fail)
+    monkeypatch.setattr("gristmill.worker.serve.reconciler.finalize_job", fail)
     shop.turn()
     job = shop.store.load_job(job_id)
     assert (job.state, "2 rows too many" in (job.message or "")) == (JobState.FAILED, True)
@@ -208,7 +208,7 @@ def test_a_fault_of_ours_at_the_end_of_a_job_is_shown_in_the_job(
 def test_a_place_that_does_not_answer_holds_up_its_own_job_only_and_not_for_a_lease(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from jobs.finalize import finalize_job
+    from gristmill.jobs.output.finalize import finalize_job
 
     is_away = True
 
@@ -218,7 +218,7 @@ def test_a_place_that_does_not_answer_holds_up_its_own_job_only_and_not_for_a_le
             raise OutputUnavailable("s3://bucket does not answer")
         return finalize_job(store, storage, job_id, owner)
 
-    monkeypatch.setattr("worker.upkeep.finalize_job", finalize)
+    monkeypatch.setattr("gristmill.worker.serve.reconciler.finalize_job", finalize)
     first, second = shop.submit_planned(name="a"), shop.submit_planned(name="b")
     shop.commit(shop.claim(), 0, 1, 2)
     shop.commit(shop.claim(), 0, 1, 2)
@@ -284,7 +284,7 @@ def test_a_part_that_cannot_be_published_is_tried_until_its_place_answers(
     shop.commit(shop.claim(), 0, 1, publish=False)
     shop.store.request_cancel(job_id)
     with monkeypatch.context() as patch:
-        patch.setattr("worker.upkeep.publish_part", fail)
+        patch.setattr("gristmill.worker.serve.reconciler.publish_part", fail)
         shop.turn()
         shop.turn()
     assert len(shop.store.unpublished_parts(job_id)) == 1
@@ -299,20 +299,20 @@ def test_the_end_of_a_job_is_told_until_it_is_acknowledged(shop: Shop) -> None:
     shop.turn()
     shop.turn(2)
     shop.turn(2)
-    assert shop.rung == []
+    assert shop.notified == []
     shop.has_broker = True
     shop.turn(2)
-    ((task, (payload,), queue),) = shop.rung
+    ((task, (payload,), queue),) = shop.notified
     assert (task, queue) == ("mine.done", CALLBACK_QUEUE)
     assert (payload["job_id"], payload["state"], payload["completed"]) == (job_id, "completed", 3)
     json.dumps(payload)
     shop.turn(10)
-    assert len(shop.rung) == 1
+    assert len(shop.notified) == 1
     shop.turn(10)
-    assert len(shop.rung) == 2
+    assert len(shop.notified) == 2
     shop.store.acknowledge(job_id)
     shop.turn(1000)
-    assert len(shop.rung) == 2
+    assert len(shop.notified) == 2
 
 
 def test_a_task_with_a_queue_of_its_own_is_sent_there(shop: Shop) -> None:
@@ -320,7 +320,7 @@ def test_a_task_with_a_queue_of_its_own_is_sent_there(shop: Shop) -> None:
     shop.run_all(job_id)
     shop.turn()
     shop.turn(2)
-    assert [(task, queue) for task, _, queue in shop.rung] == [("mine.done", "reports")]
+    assert [(task, queue) for task, _, queue in shop.notified] == [("mine.done", "reports")]
 
 
 def test_the_row_of_the_worker_is_refreshed(shop: Shop) -> None:
@@ -380,10 +380,10 @@ def test_a_worker_that_stops_begins_no_duty(shop: Shop) -> None:
 def test_the_threads_do_the_duties_and_end(shop: Shop) -> None:
     job_id = shop.submit_planned()
     shop.run_all(job_id)
-    shop.upkeep.start()
+    shop.reconciler.start()
     deadline = time.monotonic() + 20
     while shop.state(job_id) is not JobState.COMPLETED and time.monotonic() < deadline:
         time.sleep(0.01)
-    shop.upkeep.stop(5.0)
+    shop.reconciler.stop(5.0)
     assert shop.state(job_id) is JobState.COMPLETED
-    assert not any(thread.is_alive() for thread in shop.upkeep._threads)
+    assert not any(thread.is_alive() for thread in shop.reconciler._threads)

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.errors import ModelRefused
-from engine.formats.awq import AwqScheme, load_awq_scheme
-from engine.formats.scheme import Stored
+from gristmill.engine.checkpoint.formats.awq import AwqScheme, load_awq_scheme
+from gristmill.engine.checkpoint.formats.scheme import Stored
+from gristmill.engine.errors import ModelRefused
 from tests.engine.formats.packers_int4 import exact_weight, pack_awq_tensors
 
 NAME = "model.layers.0.mlp.up_proj"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ModelRefused
-from engine.formats.compressed import IntScheme, PackedScheme
-from engine.formats.fp8 import FP8Scheme, ScaleLayout
-from engine.formats.scheme import Scheme
+from gristmill.engine.checkpoint.formats.compressed import IntScheme, PackedScheme
+from gristmill.engine.checkpoint.formats.fp8 import FP8Scheme, ScaleLayout
+from gristmill.engine.checkpoint.formats.scheme import Scheme
+from gristmill.engine.errors import ModelRefused
 from tests.engine.formats.packers_compressed import build_scheme, compress, decompress
 
 TYPE_NAMES = {

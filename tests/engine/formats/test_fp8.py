@@ -9,8 +9,8 @@ import torch
 from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import FP8BlockDequantizer
 from torch import Tensor
 
-from engine.errors import ModelRefused
-from engine.formats.fp8 import FP8Scheme, ScaleLayout
+from gristmill.engine.checkpoint.formats.fp8 import FP8Scheme, ScaleLayout
+from gristmill.engine.errors import ModelRefused
 
 BLOCKS = FP8Scheme("fp8", ScaleLayout(128, 128), "weight_scale_inv", "activation_scale")
 MODELOPT = FP8Scheme("modelopt", ScaleLayout())

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.errors import ModelRefused
-from engine.formats.gptq import GptqScheme, ZeroForm, load_gptq_scheme
-from engine.formats.scheme import Stored
+from gristmill.engine.checkpoint.formats.gptq import GptqScheme, ZeroForm, load_gptq_scheme
+from gristmill.engine.checkpoint.formats.scheme import Stored
+from gristmill.engine.errors import ModelRefused
 from tests.engine.formats.packers_int4 import exact_weight, pack_gptq_lines, pack_gptq_tensors
 
 Array = NDArray[np.int64]

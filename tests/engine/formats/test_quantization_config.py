@@ -10,10 +10,10 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
-from engine.errors import ModelRefused
-from engine.formats.compressed import IntScheme, PackedScheme
-from engine.formats.fp8 import FP8Scheme, ScaleLayout
-from engine.formats.quantization_config import QuantizationPlan, load_plan
+from gristmill.engine.checkpoint.formats.compressed import IntScheme, PackedScheme
+from gristmill.engine.checkpoint.formats.fp8 import FP8Scheme, ScaleLayout
+from gristmill.engine.checkpoint.formats.quantization_config import QuantizationPlan, load_plan
+from gristmill.engine.errors import ModelRefused
 
 Q_PROJ, GATE, DOWN = (
     "model.layers.0.self_attn.q_proj",

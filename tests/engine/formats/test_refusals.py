@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.checkpoint import load_checkpoint
-from engine.errors import ModelRefused
-from engine.weights import iterate_weights
+from gristmill.engine.checkpoint.opening import load_checkpoint
+from gristmill.engine.checkpoint.weights import iterate_weights
+from gristmill.engine.errors import ModelRefused
 from tests.engine.formats.checkpoint_variants import SIZES, VARIANTS
 from tests.engine.tiny_models import build_tiny_model
 

@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.checkpoint import load_checkpoint
-from engine.weights import iterate_weights
-from kernels.quantized import QuantizedTensor
+from gristmill.engine.checkpoint.opening import load_checkpoint
+from gristmill.engine.checkpoint.weights import iterate_weights
+from gristmill.kernels.quantized import QuantizedTensor
 from tests.engine.formats.checkpoint_variants import SIZES, VARIANTS, Variant
 from tests.engine.parity import Oracle, generate, load_engine
 from tests.engine.tiny_models import build_tiny_model

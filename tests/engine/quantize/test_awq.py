@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint import load_checkpoint
-from engine.config import ModelConfig
-from engine.quantize.awq import fold_scales, quantize_awq
-from engine.quantize.layer import LINEARS, InputObserver, run_layer
-from engine.quantize.rtn import quantize_rtn
-from engine.rope import build_rope_tables
-from engine.weights import iterate_weights
+from gristmill.engine.checkpoint.opening import load_checkpoint
+from gristmill.engine.checkpoint.weights import iterate_weights
+from gristmill.engine.config import ModelConfig
+from gristmill.engine.model.rope import build_rope_tables
+from gristmill.engine.quantize.awq import fold_scales, quantize_awq
+from gristmill.engine.quantize.layer import LINEARS, InputObserver, run_layer
+from gristmill.engine.quantize.rtn import quantize_rtn
 from tests.engine.tiny_models import build_tiny_model
 
 Case = tuple[ModelConfig, dict[str, torch.Tensor], torch.Tensor, InputObserver]

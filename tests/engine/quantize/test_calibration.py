@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import ModelConfig
-from engine.errors import ModelRefused
-from engine.quantize.calibration import build_sequences, load_text
-from engine.tokenizer import Tokenizer, load_tokenizer
+from gristmill.engine.config import ModelConfig
+from gristmill.engine.errors import ModelRefused
+from gristmill.engine.quantize.calibration import build_sequences, load_text
+from gristmill.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.tiny_models import build_tiny_model
 
 CONFIG = ModelConfig("llama", 400, 64, 96, 2, 4, 2, 16, 256, 1e-5, 1e4)

@@ -10,11 +10,11 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from engine.checkpoint import load_checkpoint
-from engine.quantize.layer import LINEARS
-from engine.quantize.run import Method, QuantizeOrder, plan_quantize, run_quantize
-from engine.weights import iterate_weights
-from kernels.quantized import Kind, QuantizedTensor
+from gristmill.engine.checkpoint.opening import load_checkpoint
+from gristmill.engine.checkpoint.weights import iterate_weights
+from gristmill.engine.quantize.layer import LINEARS
+from gristmill.engine.quantize.run import Method, QuantizeOrder, plan_quantize, run_quantize
+from gristmill.kernels.quantized import Kind, QuantizedTensor
 from tests.engine.tiny_models import build_tiny_model
 
 # A float32 llama, and a bfloat16 qwen3 with tied embeddings.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.quantize.gptq import quantize_gptq
-from engine.quantize.rtn import error_scales, quantize_rtn, quantize_with
-from kernels.quantized import QuantizedTensor
+from gristmill.engine.quantize.gptq import quantize_gptq
+from gristmill.engine.quantize.rtn import error_scales, quantize_rtn, quantize_with
+from gristmill.kernels.quantized import QuantizedTensor
 
 
 def _inputs(num_tokens: int, num_columns: int) -> torch.Tensor:

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
-from engine.checkpoint import load_checkpoint
-from engine.quantize import layer
-from engine.quantize.layer import InputObserver, run_sequences
-from engine.rope import build_rope_tables
+from gristmill.engine.checkpoint.opening import load_checkpoint
+from gristmill.engine.model.rope import build_rope_tables
+from gristmill.engine.quantize import layer
+from gristmill.engine.quantize.layer import InputObserver, run_sequences
 from tests.engine.tiny_models import CONFIG_CLASSES, build_tiny_model
 
 

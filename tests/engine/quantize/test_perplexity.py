@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.checkpoint import load_checkpoint
-from engine.quantize.calibration import CalibrationText, build_sequences
-from engine.quantize.layer import run_sequences
-from engine.quantize.run import Method, QuantizeOrder, plan_quantize, run_quantize
-from engine.rope import build_rope_tables
-from engine.tokenizer import load_tokenizer
-from engine.weights import iterate_weights
-from kernels import reference
-from kernels.quantized import QuantizedTensor
+from gristmill.engine.checkpoint.opening import load_checkpoint
+from gristmill.engine.checkpoint.weights import iterate_weights
+from gristmill.engine.model.rope import build_rope_tables
+from gristmill.engine.quantize.calibration import CalibrationText, build_sequences
+from gristmill.engine.quantize.layer import run_sequences
+from gristmill.engine.quantize.run import Method, QuantizeOrder, plan_quantize, run_quantize
+from gristmill.engine.text.tokenizer import load_tokenizer
+from gristmill.kernels import reference
+from gristmill.kernels.quantized import QuantizedTensor
 from tests.benchmarks.prepare_model import prepare_model
 
 GROUP_SIZE = 64

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.config import ModelConfig
-from engine.quantize import rtn
-from engine.quantize.rtn import (
+from gristmill.engine.config import ModelConfig
+from gristmill.engine.quantize import rtn
+from gristmill.engine.quantize.rtn import (
     check_groups,
     default_group_size,
     error_scales,
@@ -17,7 +17,7 @@ from engine.quantize.rtn import (
     quantize_with,
     range_scales,
 )
-from kernels.quantized import Kind, unpack_codes
+from gristmill.kernels.quantized import Kind, unpack_codes
 
 CONFIG = ModelConfig("llama", 400, 576, 1536, 2, 9, 3, 64, 256, 1e-5, 1e4)
 

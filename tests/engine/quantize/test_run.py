@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 
-from engine.errors import EngineError, ModelRefused
-from engine.quantize import run
-from engine.quantize.run import QuantizeOrder, plan_quantize, run_quantize
-from engine.quantize.tensor_files import read_tensors, write_tensors
-from engine.quantize.writer import open_output
+from gristmill.engine.errors import EngineError, ModelRefused
+from gristmill.engine.quantize import run
+from gristmill.engine.quantize.run import QuantizeOrder, plan_quantize, run_quantize
+from gristmill.engine.quantize.tensor_files import read_tensors, write_tensors
+from gristmill.engine.quantize.writer import open_output
 from tests.engine.tiny_models import build_tiny_gguf, build_tiny_model
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 def watch_rows(log: str, illness: str) -> None:
     """Puts the log and the illness before every step of the null engine."""
-    from engine.null_engine import NullEngine
+    from gristmill.engine.null_engine import NullEngine
 
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     run_step: Callable[[Any], Any] = NullEngine.step_finished
@@ -41,7 +41,7 @@ def watch_rows(log: str, illness: str) -> None:
 def set_up() -> None:
     host = os.environ["TEST_HOST"]
     socket.gethostname = lambda: host
-    if "engine.process" in sys.orig_argv:
+    if "gristmill.engine.process" in sys.orig_argv:
         watch_rows(os.environ["TEST_ROW_LOG"], os.environ["TEST_ILLNESS"])
 
 
@@ -53,5 +53,5 @@ def wait_for_messages(seconds: float) -> None:
 
 if "TEST_HOST" in os.environ:
     set_up()
-if "TEST_BROKER_WAIT_S" in os.environ and "worker.cli" in sys.orig_argv:
+if "TEST_BROKER_WAIT_S" in os.environ and "gristmill" in sys.orig_argv:
     wait_for_messages(float(os.environ["TEST_BROKER_WAIT_S"]))

@@ -1,0 +1,1 @@
+"""Which tokens are computed next: the scheduler, the rows that wait and run, blocks and prefixes."""

@@ -1,0 +1,205 @@
+"""ModelConfig from the config.json of a Hugging Face folder.
+
+Values a config.json leaves out take the defaults of the architecture's configuration class in transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from gristmill.engine.checkpoint.eos import hf_eos_token_ids
+from gristmill.engine.checkpoint.gguf_config import ARCHITECTURES
+from gristmill.engine.checkpoint.json_files import load_json_object
+from gristmill.engine.config import ModelConfig, RopeScaling
+from gristmill.engine.errors import ModelRefused
+
+_CLASSES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+}
+
+
+def hf_model_config(folder: Path) -> ModelConfig:
+    """Read config.json; raises ModelRefused when it is missing or asks for what is not supported."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelRefused(
+            f"{folder}: no config.json; --model takes a Hugging Face folder, a .gguf file or null:"
+        )
+    raw = load_json_object(path)
+    architecture = _architecture(path, raw)
+    keys = _Keys(path, _DEFAULTS[architecture] | raw)
+    _refuse_unsupported(path, raw)
+    num_heads = keys.count("num_attention_heads")
+    hidden_size = keys.count("hidden_size")
+    context_size = keys.count("max_position_embeddings")
+    scaling, rope_theta = _rope(path, raw, context_size)
+    if scaling is not None and scaling.kind == "yarn":
+        context_size = max(context_size, int(scaling.factor * scaling.original_context_size))
+    attention_bias = bool(raw.get("attention_bias", False)) and architecture in ("llama", "qwen3")
+    num_layers = keys.count("num_hidden_layers")
+    window = _sliding_window(path, keys.values, architecture, num_layers)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=keys.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=keys.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=keys.optional_count("num_key_value_heads", num_heads),
+        head_dim=keys.optional_count("head_dim", hidden_size // num_heads),
+        context_size=context_size,
+        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=scaling,
+        qkv_bias=attention_bias or architecture == "qwen2",
+        output_bias=attention_bias,
+        qk_norm=architecture == "qwen3",
+        mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias", False)),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        sliding_window=window if window is not None and window < context_size else None,
+        eos_token_ids=hf_eos_token_ids(folder),
+    )
+
+
+def _architecture(path: Path, raw: dict[str, Any]) -> str:
+    names = raw.get("architectures") or []
+    known = [_CLASSES[name] for name in names if name in _CLASSES] if isinstance(names, list) else []
+    if known:
+        return known[0]
+    if not names and raw.get("model_type") in ARCHITECTURES:
+        return str(raw["model_type"])
+    found = ", ".join(map(str, names)) if names else repr(raw.get("model_type"))
+    raise ModelRefused(f"{path}: architecture {found} is not supported; use one of {', '.join(_CLASSES)}")
+
+
+def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ModelRefused(f"{path}: activation {activation!r} is not supported; use a model with silu")
+
+
+def _sliding_window(path: Path, values: dict[str, Any], architecture: str, num_layers: int) -> int | None:
+    """The window of every layer, or None; a model that mixes full and windowed layers is refused."""
+    window = values.get("sliding_window")
+    if architecture == "llama" or not isinstance(window, int) or window < 1:
+        return None
+    if architecture == "mistral":
+        return int(window)
+    if not values.get("use_sliding_window", False):
+        return None
+    first = int(values.get("max_window_layers", 28))
+    kinds = values.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
+    ]
+    if set(kinds) == {"full_attention"}:
+        return None
+    if set(kinds) == {"sliding_attention"}:
+        return int(window)
+    raise ModelRefused(
+        f"{path}: layers with and without a sliding window in one model are not supported;"
+        " set use_sliding_window to false if the prompts fit the window"
+    )
+
+
+def _rope(path: Path, raw: dict[str, Any], context_size: int) -> tuple[RopeScaling | None, float]:
+    """(scaling, theta): transformers 5 writes rope_parameters, before it rope_theta and rope_scaling."""
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise ModelRefused(f"{path}: rope parameters are {type(parameters).__name__}, not an object")
+    theta = _Keys(path, raw | parameters).number("rope_theta", 10000.0)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    partial = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ModelRefused(f"{path}: rotary embedding over {partial} of a head is not supported")
+    if kind == "default":
+        return None, theta
+    if kind not in ("linear", "llama3", "yarn") or not parameters.get("truncate", True):
+        raise ModelRefused(
+            f"{path}: rope scaling {kind!r} is not supported; use a model with linear, llama3 or yarn"
+        )
+    try:
+        return _scaling(str(kind), parameters, context_size), theta
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelRefused(
+            f"{path}: rope scaling {kind!r} is incomplete ({error!r}); download config.json again"
+        ) from error
+
+
+def _scaling(kind: str, parameters: dict[str, Any], context_size: int) -> RopeScaling:
+    if kind == "linear":
+        return RopeScaling(kind, float(parameters["factor"]))
+    if kind == "llama3":
+        return RopeScaling(
+            kind,
+            float(parameters["factor"]),
+            int(parameters["original_max_position_embeddings"]),
+            low_freq_factor=float(parameters["low_freq_factor"]),
+            high_freq_factor=float(parameters["high_freq_factor"]),
+        )
+    original = int(parameters.get("original_max_position_embeddings") or context_size)
+    factor = float(parameters.get("factor") or context_size / original)
+    return RopeScaling(
+        kind,
+        factor,
+        original,
+        beta_fast=float(parameters.get("beta_fast") or 32.0),
+        beta_slow=float(parameters.get("beta_slow") or 1.0),
+        attention_factor=_yarn_attention_factor(parameters, factor),
+    )
+
+
+def _yarn_attention_factor(parameters: dict[str, Any], factor: float) -> float:
+    """What cosines and sines are multiplied by (YaRN, arXiv 2309.00071, section 3.4)."""
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    stated = parameters.get("attention_factor")
+    if stated is not None:
+        return float(stated)
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return magnitude(float(parameters["mscale"])) / magnitude(float(parameters["mscale_all_dim"]))
+    return magnitude(1.0)
+
+
+class _Keys:
+    """Values of config.json, with refusals that name the key."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path = path
+        self.values = values
+
+    def count(self, key: str) -> int:
+        value = self.values.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelRefused(
+                f"{self.path}: {key} is {value!r}, a positive integer is needed; download config.json again"
+            )
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelRefused(
+                f"{self.path}: {key} is {value!r}, a number is needed; download config.json again"
+            )
+        return float(value)
+
+    def optional_count(self, key: str, default: int) -> int:
+        return default if self.values.get(key) is None else self.count(key)

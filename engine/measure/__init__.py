@@ -1,0 +1,1 @@
+"""Measurements that the engine makes of itself and of models: roofline, likelihoods."""

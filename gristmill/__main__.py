@@ -1,0 +1,5 @@
+"""`python -m gristmill` is the command `gristmill`."""
+
+from gristmill.worker.cli.main import main
+
+main()

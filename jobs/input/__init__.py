@@ -1,0 +1,1 @@
+"""Sources and their rows: which files a job reads, and how."""

@@ -1,0 +1,1 @@
+"""Parts, their schema and formats, their publication, and the end of a job."""

@@ -1,0 +1,1 @@
+"""From an order to shards that can be claimed."""

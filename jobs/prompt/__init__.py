@@ -1,0 +1,1 @@
+"""From a row to chat messages: templates in a sandbox with limits."""

@@ -1,0 +1,1 @@
+"""Rows in another order: sorted by prefix where that saves prompt tokens."""

@@ -1,0 +1,240 @@
+"""Which shard a process gets next: of one job (a local run), or over all jobs of the queue for one model.
+
+A claim raises the shard's fence and sets its lease. On PostgreSQL claimers pass over rows that another one is
+about to take (SKIP LOCKED); on SQLite the whole claim is one BEGIN IMMEDIATE.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, Row, func, insert, or_, select, update
+
+from gristmill.jobs.owner import Owner, is_dead
+from gristmill.jobs.records import ModelOffer, ShardClaim
+from gristmill.jobs.states import AttemptOutcome, JobState, Runner, ShardState
+from gristmill.jobs.store.models import attempts, jobs, shards
+from gristmill.jobs.store.shard_rows import build_part, build_range, end_attempt
+from gristmill.jobs.store.shards import ShardStore
+
+MAX_LOSSES = 20
+_JOB_COLUMNS = (
+    *(jobs.c.id, jobs.c.model, jobs.c.dtype, jobs.c.priority, jobs.c.prefix_key, jobs.c.created_at),
+    *(jobs.c.fingerprint, jobs.c.started_at, jobs.c.owner_seen_at),
+)
+_SHARD_COLUMNS = (shards.c.id, shards.c.shard_index, shards.c.fence, shards.c.owner, shards.c.lease_until)
+
+
+class _OpenJob(NamedTuple):
+    """A job that has a shard to give away."""
+
+    row: Any  # _JOB_COLUMNS
+    abandoned: Sequence[Any]  # running shards that nobody alive runs, lowest first
+    num_running: int
+
+
+class ClaimStore(ShardStore):
+    """The claims' part of Store."""
+
+    def claim_shard(self, job_id: str, owner: Owner) -> ShardClaim | None:
+        """The lowest shard that is queued or abandoned (owner dead, lease over); None: nothing to do now."""
+        with self._write() as (connection, now):
+            query = select(*_JOB_COLUMNS).where(jobs.c.id == job_id, jobs.c.state == JobState.IN_PROGRESS)
+            row = connection.execute(query.with_for_update(key_share=True)).one_or_none()
+            if row is None:
+                return None
+            abandoned = _find_abandoned(_load_running(connection, [job_id]), now)
+            return self._claim_lowest(connection, _OpenJob(row, abandoned, 0), owner, now)
+
+    def claim_next(self, offer: ModelOffer, owner: Owner, warm: Collection[str] = ()) -> ShardClaim | None:
+        """A shard of some job of the queue that the offered model can run; None: nothing to do now.
+
+        First by priority, then from the job with the fewest running shards (a long job does not hold up a
+        short one), then a job whose prefix_key is in `warm`, then the oldest job. The first claim of a job
+        pins the model's fingerprint.
+        """
+        with self._write() as (connection, now):
+            found = _find_open_jobs(connection, _is_runnable(offer, now), now)
+            for position, job in enumerate(sorted(found, key=lambda job: _rank(job, warm))):
+                # Only the first lock is waited for: jobs are not looked at in the order of locks.
+                claim = self._claim_of_job(connection, job, offer, owner, now, waits=position == 0)
+                if claim is not None:
+                    return claim
+        return None
+
+    def has_work(self, offer: ModelOffer) -> bool:
+        """Whether claim_next has something to give: a look that holds up nobody."""
+        with self._read() as (connection, now):
+            return bool(_find_open_jobs(connection, _is_runnable(offer, now), now))
+
+    def wanted_models(self) -> list[tuple[str, str]]:
+        """(model, dtype) of every job of the queue that has a shard to give away, each once, sorted."""
+        with self._read() as (connection, now):
+            found = _find_open_jobs(connection, _is_open(now), now)
+        return sorted({(job.row.model, job.row.dtype) for job in found})
+
+    def _claim_of_job(
+        self,
+        connection: Connection,
+        job: _OpenJob,
+        offer: ModelOffer,
+        owner: Owner,
+        now: float,
+        waits: bool,
+    ) -> ShardClaim | None:
+        """Claims of one job; the first one, and the first after a pause, also change the job's row."""
+        seen_at = job.row.owner_seen_at
+        is_going_on = seen_at is not None and seen_at >= now - self._lease_s
+        if is_going_on and job.row.started_at is not None and job.row.fingerprint:
+            return self._claim_lowest(connection, job, owner, now)
+        changing = select(jobs.c.id).where(jobs.c.id == job.row.id, *_is_runnable(offer, now))
+        if connection.scalar(changing.with_for_update(key_share=True, skip_locked=not waits)) is None:
+            return None  # another worker pinned another fingerprint, or the job was stopped
+        claim = self._claim_lowest(connection, job, owner, now)
+        if claim is not None:
+            change = update(jobs).where(jobs.c.id == job.row.id)
+            values: dict[str, Any] = {"fingerprint": offer.fingerprint}
+            if not is_going_on:
+                values["owner_seen_at"] = now  # the pause is no active time
+            connection.execute(change.values(values))
+        return claim
+
+    def _claim_lowest(
+        self, connection: Connection, job: _OpenJob, owner: Owner, now: float
+    ) -> ShardClaim | None:
+        """The job's lowest free shard. Its row is locked from the look until the end of the transaction."""
+        row = _lock_lowest(connection, job)
+        if row is None:
+            return None
+        if row.state == ShardState.RUNNING:
+            end_attempt(connection, row.id, row.fence, AttemptOutcome.LOST, now)
+            if _is_deadly(connection, row.id):
+                message = (
+                    f"{MAX_LOSSES} workers in a row ended while they ran this shard, with no row finished"
+                )
+                failed = {"state": ShardState.FAILED, "message": message, "owner": None, "lease_until": None}
+                connection.execute(update(shards).where(shards.c.id == row.id).values(failed))
+                return self._claim_lowest(connection, job, owner, now)
+        fence = row.fence + 1
+        changed = connection.execute(
+            update(shards)
+            .where(shards.c.id == row.id, shards.c.fence == row.fence, shards.c.state == row.state)
+            .values(
+                state=ShardState.RUNNING,
+                fence=fence,
+                owner=owner.to_text(),
+                lease_until=now + self._lease_s,
+                rows_reported=row.part_rows,
+                started_at=func.coalesce(shards.c.started_at, now),
+            )
+        )
+        assert changed.rowcount == 1, "the row is locked by this transaction"
+        attempt = insert(attempts).values(
+            shard_id=row.id,
+            fence=fence,
+            owner=owner.to_text(),
+            outcome=AttemptOutcome.RUNNING,
+            started_at=now,
+        )
+        attempt_id = connection.execute(attempt.returning(attempts.c.id)).scalar_one()
+        if job.row.started_at is None:
+            start = update(jobs).where(jobs.c.id == row.job_id, jobs.c.started_at.is_(None))
+            connection.execute(start.values(started_at=now))
+        return ShardClaim(
+            shard_id=row.id,
+            job_id=row.job_id,
+            fence=fence,
+            attempt_id=attempt_id,
+            owner=owner,
+            range=build_range(row),
+            part=build_part(row),
+            crash_count=row.crash_count,
+            strip_errors=row.strip_errors,
+        )
+
+
+def _is_deadly(connection: Connection, shard_id: int) -> bool:
+    """Whether the last MAX_LOSSES attempts were all lost with nothing committed: chance does not do that."""
+    last = select(attempts.c.outcome, attempts.c.rows_committed).where(attempts.c.shard_id == shard_id)
+    rows = connection.execute(last.order_by(attempts.c.fence.desc()).limit(MAX_LOSSES)).all()
+    lost = [row for row in rows if row.outcome == AttemptOutcome.LOST and not row.rows_committed]
+    return len(lost) == MAX_LOSSES
+
+
+def _is_open(now: float) -> list[ColumnElement[bool]]:
+    """The conditions for a job of the queue whose shards may be claimed."""
+    return [
+        jobs.c.state == JobState.IN_PROGRESS,
+        jobs.c.runner == Runner.WORKERS,
+        or_(jobs.c.not_before.is_(None), jobs.c.not_before <= now),
+        or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > now),
+    ]
+
+
+def _is_runnable(offer: ModelOffer, now: float) -> list[ColumnElement[bool]]:
+    return [
+        *_is_open(now),
+        jobs.c.model == offer.name,
+        jobs.c.dtype.in_(offer.dtypes),
+        jobs.c.fingerprint.in_(["", offer.fingerprint]),
+    ]
+
+
+def _find_open_jobs(
+    connection: Connection, conditions: Iterable[ColumnElement[bool]], now: float
+) -> list[_OpenJob]:
+    queued = shards.c.job_id == jobs.c.id, shards.c.state == ShardState.QUEUED
+    first = select(shards.c.shard_index).where(*queued).order_by(shards.c.shard_index).limit(1)
+    query = select(*_JOB_COLUMNS, first.scalar_subquery().label("first_queued")).where(*conditions)
+    rows = connection.execute(query).all()
+    if not rows:
+        return []
+    running = _load_running(connection, [row.id for row in rows])
+    abandoned: dict[str, list[Any]] = {}
+    for shard in _find_abandoned(running, now):
+        abandoned.setdefault(shard.job_id, []).append(shard)
+    num_running = Counter(shard.job_id for shard in running)
+    return [
+        _OpenJob(row, left, num_running[row.id] - len(left))
+        for row in rows
+        if (left := abandoned.get(row.id, [])) or row.first_queued is not None
+    ]
+
+
+def _rank(job: _OpenJob, warm: Collection[str]) -> tuple[Any, ...]:
+    row = job.row
+    return row.priority, job.num_running, row.prefix_key not in warm, row.created_at, row.id
+
+
+def _load_running(connection: Connection, job_ids: Sequence[str]) -> Sequence[Any]:
+    query = select(shards.c.job_id, *_SHARD_COLUMNS)
+    running = query.where(shards.c.job_id.in_(job_ids), shards.c.state == ShardState.RUNNING)
+    return connection.execute(running.order_by(shards.c.shard_index)).all()
+
+
+def _find_abandoned(running: Sequence[Any], now: float) -> list[Any]:
+    """Those whose lease is over, and those whose owner is dead on this host."""
+    dead = {text for text in {shard.owner for shard in running} if is_dead(Owner.from_text(text))}
+    return [shard for shard in running if shard.lease_until < now or shard.owner in dead]
+
+
+def _lock_lowest(connection: Connection, job: _OpenJob) -> Row[Any] | None:
+    """The lowest shard that is queued, or still abandoned as it was found, and that nobody else takes."""
+    queued = select(shards).where(shards.c.job_id == job.row.id, shards.c.state == ShardState.QUEUED)
+    first = queued.order_by(shards.c.shard_index).limit(1)
+    row = connection.execute(first.with_for_update(skip_locked=True, key_share=True)).one_or_none()
+    for shard in job.abandoned:
+        if row is not None and row.shard_index < shard.shard_index:
+            break
+        unchanged = select(shards).where(
+            shards.c.id == shard.id,
+            shards.c.state == ShardState.RUNNING,
+            shards.c.fence == shard.fence,
+            shards.c.lease_until == shard.lease_until,
+        )
+        taken = connection.execute(unchanged.with_for_update(skip_locked=True, key_share=True)).one_or_none()
+        if taken is not None:
+            return taken
+    return row

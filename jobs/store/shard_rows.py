@@ -1,0 +1,120 @@
+"""Rows of the shards table: the fenced UPDATE, and the way between columns and jobs/records.py."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, and_, or_, select, update
+
+from gristmill.jobs.owner import Owner, is_dead
+from gristmill.jobs.plan.cutting import ShardRange
+from gristmill.jobs.records import PartFile, ShardClaim
+from gristmill.jobs.states import AttemptOutcome, ShardState
+from gristmill.jobs.stats import ShardCounts
+from gristmill.jobs.store.models import attempts, shards
+
+
+def is_claimed(claim: ShardClaim) -> ColumnElement[bool]:
+    return and_(
+        shards.c.id == claim.shard_id, shards.c.fence == claim.fence, shards.c.state == ShardState.RUNNING
+    )
+
+
+def change_claimed(connection: Connection, claim: ShardClaim, values: Mapping[str, Any]) -> bool:
+    """The fenced UPDATE: False when the claim is not the newest any more."""
+    return connection.execute(update(shards).where(is_claimed(claim)).values(values)).rowcount == 1
+
+
+def end_attempt(
+    connection: Connection,
+    shard_id: int,
+    fence: int,
+    outcome: AttemptOutcome,
+    now: float,
+    *,
+    num_new: int = 0,
+    message: str | None = None,
+) -> None:
+    connection.execute(
+        update(attempts)
+        .where(attempts.c.shard_id == shard_id, attempts.c.fence == fence)
+        .values(
+            outcome=outcome,
+            message=message,
+            rows_committed=attempts.c.rows_committed + num_new,
+            ended_at=None if outcome == AttemptOutcome.RUNNING else now,
+        )
+    )
+
+
+def added_counts(row: Row[Any], counts: ShardCounts) -> dict[str, Any]:
+    return {
+        "rows_completed": row.rows_completed + counts.completed,
+        "rows_failed": row.rows_failed + counts.failed,
+        "rows_skipped": row.rows_skipped + counts.skipped,
+        "prompt_tokens": row.prompt_tokens + counts.prompt_tokens,
+        "completion_tokens": row.completion_tokens + counts.completion_tokens,
+        "cached_tokens": row.cached_tokens + counts.cached_tokens,
+    }
+
+
+def part_values(part: PartFile) -> dict[str, Any]:
+    return {
+        "part_path": part.path,
+        "part_attempt": part.attempt,
+        "part_rows": part.rows,
+        "part_bytes": part.bytes,
+        "part_sha256": part.sha256,
+        "published_at": None,
+    }
+
+
+def check_rows(values: Mapping[str, Any], rows_in_part: int, num_rows: int | None) -> None:
+    counted = values["rows_completed"] + values["rows_failed"] + values["rows_skipped"]
+    assert counted == rows_in_part, f"{counted} rows counted, {rows_in_part} in the part"
+    assert num_rows in (None, rows_in_part), f"a shard of {num_rows} rows is not done with {rows_in_part}"
+
+
+def build_range(row: Row[Any]) -> ShardRange:
+    return ShardRange(
+        shard_index=row.shard_index,
+        source_index=row.source_index,
+        first_row=row.first_row,
+        num_rows=row.num_rows,
+        num_records=row.num_records,
+        byte_offset=row.byte_offset,
+        byte_size=row.byte_size,
+    )
+
+
+def build_part(row: Row[Any]) -> PartFile | None:
+    if row.part_attempt is None:
+        return None
+    return PartFile(row.part_path, row.part_attempt, row.part_rows, row.part_bytes, row.part_sha256)
+
+
+def is_abandoned(connection: Connection, job_id: str, now: float) -> ColumnElement[bool]:
+    """The condition for a running shard whose owner is dead on this host, or whose lease ran out."""
+    running = and_(shards.c.job_id == job_id, shards.c.state == ShardState.RUNNING)
+    owners = connection.scalars(select(shards.c.owner).where(running).distinct()).all()
+    dead = [text for text in owners if is_dead(Owner.from_text(text))]
+    return and_(running, or_(shards.c.lease_until < now, shards.c.owner.in_(dead)))
+
+
+def drop_shards(connection: Connection, job_id: str, now: float) -> None:
+    """Queued shards become cancelled, and running ones that nobody alive runs."""
+    abandoned = is_abandoned(connection, job_id, now)
+    query = select(shards.c.id, shards.c.fence).where(abandoned).order_by(shards.c.id)
+    for row in connection.execute(query.with_for_update(key_share=True)).all():
+        end_attempt(connection, row.id, row.fence, AttemptOutcome.LOST, now)
+        change = update(shards).where(shards.c.id == row.id)
+        connection.execute(change.values(state=ShardState.CANCELLED, owner=None, lease_until=None))
+    queued = update(shards).where(shards.c.job_id == job_id, shards.c.state == ShardState.QUEUED)
+    connection.execute(queued.values(state=ShardState.CANCELLED))
+
+
+def has_shards(connection: Connection, job_id: str, states: Collection[ShardState]) -> bool:
+    """Whether any shard of the job is in one of `states`."""
+    query = select(shards.c.id).where(shards.c.job_id == job_id, shards.c.state.in_(states)).limit(1)
+    return connection.scalar(query) is not None

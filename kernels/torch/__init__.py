@@ -1,0 +1,1 @@
+"""Operations by torch's own kernels, where no others can be."""

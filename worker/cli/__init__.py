@@ -1,0 +1,1 @@
+"""The gristmill command: words into orders. One file for each group of commands."""

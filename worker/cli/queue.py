@@ -1,0 +1,235 @@
+"""The commands of the queue: submit, worker, resume, retry, workers, migrate, clean.
+
+What concerns a submitted job only changes the database and notifies; Celery is imported where a notifier is notified.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gristmill.worker.cli import options as options
+from gristmill.worker.cli.options import (
+    AsJson,
+    BrokerUrl,
+    DatabaseUrl,
+    JobReference,
+    build_spec,
+    load_job,
+    open_jobs,
+)
+from gristmill.worker.show.console import UsageRefused, print_out, to_json
+
+if TYPE_CHECKING:
+    from gristmill.jobs.store.store import Store
+
+
+def add_queue_commands(app: typer.Typer) -> None:
+    """Registers the commands, in the order of the help."""
+    for command in (submit, worker, resume, retry, workers, migrate, clean):
+        app.command()(command)
+
+
+def submit(
+    input: options.Input,
+    output: options.Output,
+    model: options.ModelName,
+    prompt: options.Prompt = None,
+    prompt_file: options.PromptFile = None,
+    messages: options.Messages = None,
+    system: options.System = None,
+    max_tokens: options.MaxTokens = None,
+    sampling: options.Sampling = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    input_format: options.InputFormat = None,
+    output_format: options.OutputFormat = None,
+    keep: options.Keep = None,
+    limit: options.Limit = None,
+    on_null: options.OnNull = None,
+    on_too_long: options.OnTooLong = None,
+    max_errors: options.MaxErrors = None,
+    dtype: options.Dtype = None,
+    if_exists: options.IfExists = None,
+    shard_rows: options.ShardRows = None,
+    regroup: options.Regroup = None,
+    priority: options.Priority = None,
+    not_before: options.NotBefore = None,
+    deadline: options.Deadline = None,
+    on_complete: options.OnComplete = None,
+    idempotency_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="The same key again is the same job, not another one.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Show the progress until the job is over.")] = False,
+    database_url: DatabaseUrl = None,
+    broker_url: BrokerUrl = None,
+) -> int:
+    """Hand a job to the workers, and print its id."""
+    from gristmill.jobs.client import submit_spec
+
+    fields = {
+        "input": input, "output": output, "model": model, "prompt": prompt, "messages": messages,
+        "system": system, "max_tokens": max_tokens, "seed": seed, "stop": stop, "input_format": input_format,
+        "output_format": output_format, "limit": limit, "on_null": on_null, "on_too_long": on_too_long,
+        "max_errors": max_errors, "dtype": dtype, "if_exists": if_exists, "shard_rows": shard_rows,
+        "regroup": regroup, "priority": priority, "not_before": not_before, "deadline": deadline,
+        "on_complete": on_complete,
+    }  # fmt: skip
+    spec = build_spec(fields, sampling, prompt_file, keep)
+    with open_jobs(database_url) as store:
+        job_id = submit_spec(store, spec, idempotency_key, broker_url).job.job_id
+        if wait:
+            return follow(store, job_id)
+        print_out(job_id)
+        return 0
+
+
+def worker(
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="A model to offer; repeatable.")
+    ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIR", help="Offer every model in this folder, or s3:// prefix; repeatable."),
+    ] = None,
+    max_models: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Models that are in memory at a time.")
+    ] = 1,
+    allow_uri: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROOT",
+            help="Jobs read and write only below these folders and s3:// prefixes; repeatable; else"
+            " GRISTMILL_ALLOW_URIS, separated by commas.",
+        ),
+    ] = None,
+    quantization: options.Quantization = None,
+    kv_dtype: options.KVDtype = None,
+    database_url: DatabaseUrl = None,
+    broker_url: BrokerUrl = None,
+) -> int:
+    """Run submitted jobs until a signal. SIGTERM hands the rows at work back within 10 s."""
+    from gristmill.worker.serve.serve import WorkerOptions, run_worker
+
+    return run_worker(
+        WorkerOptions(
+            models=tuple(model or ()),
+            model_folders=tuple(models or ()),
+            max_models=max_models,
+            allow=tuple(allow_uri or ()),
+            quantization=quantization or "auto",
+            kv_dtype=kv_dtype or "auto",
+            database_url=database_url,
+            broker_url=broker_url,
+        )
+    )
+
+
+def resume(job: JobReference, database_url: DatabaseUrl = None, broker_url: BrokerUrl = None) -> int:
+    """Go on with a job that stopped or failed."""
+    from gristmill.jobs.states import Runner
+
+    with open_jobs(database_url) as store:
+        record = store.find_job(job)
+        if record is not None and record.runner == Runner.WORKERS:
+            state = store.resume_job(record.job_id)
+            notify_workers(store, record.job_id, broker_url)
+            print_out(f"{record.job_id}: {state}")
+            return 0
+    from gristmill.worker.local.run import resume_local
+    from gristmill.worker.show.progress import build_display
+
+    return resume_local(job, database_url, build_display(sys.stderr))
+
+
+def retry(job: JobReference, database_url: DatabaseUrl = None, broker_url: BrokerUrl = None) -> int:
+    """Run the failed rows of a job again, and only these."""
+    from gristmill.jobs.states import Runner
+
+    with open_jobs(database_url) as store:
+        record = load_job(store, job)
+        if record.runner == Runner.WORKERS:
+            num_rows = store.retry_failed(record.job_id)
+            notify_workers(store, record.job_id, broker_url)
+            print_out(f"{record.job_id}: {num_rows:,} failed rows run again")
+            return 0
+    from gristmill.worker.local.run import retry_local
+    from gristmill.worker.show.progress import build_display
+
+    return retry_local(job, database_url, build_display(sys.stderr))
+
+
+def workers(as_json: AsJson = False, database_url: DatabaseUrl = None) -> None:
+    """List the workers that this database knows."""
+    from gristmill.worker.show.report import to_worker_payload, to_workers_text
+
+    with open_jobs(database_url) as store:
+        found = store.list_workers()
+    print_out(to_json([to_worker_payload(each) for each in found]) if as_json else to_workers_text(found))
+
+
+def migrate(
+    to: Annotated[
+        str, typer.Option(metavar="REV", help="A revision, head, or base (which empties it).")
+    ] = "head",
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Bring the job database's schema up, or down to a revision."""
+    from gristmill.jobs.store.database import database_url as to_database_url
+    from gristmill.jobs.store.database import migrate_database
+
+    print_out(migrate_database(to_database_url(database_url), to))
+
+
+def clean(
+    older_than: Annotated[str, typer.Option(metavar="AGE", help="Jobs that ended so long ago: 12h, 30d.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    database_url: DatabaseUrl = None,
+) -> int:
+    """Forget jobs that are over. Their output files stay."""
+    age_s = parse_age(older_than)
+    with open_jobs(database_url) as store:
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UsageRefused("clean deletes jobs from the database: say --yes")
+            typer.confirm(f"Delete every job that ended over {older_than} ago from the database?", abort=True)
+        report = store.clean(age_s)
+    print_out(
+        f"{len(report.job_ids):,} jobs and {report.num_workers:,} workers deleted; files were not touched"
+    )
+    return 0
+
+
+def parse_age(text: str) -> float:
+    """Seconds of `90s`, `30m`, `12h`, `30d`."""
+    from gristmill.jobs.moments import parse_moment
+
+    if text.strip()[-1:] not in tuple("smhd"):
+        raise UsageRefused(f"--older-than {text!r} is not an age: write 90s, 30m, 12h or 30d")
+    try:
+        return parse_moment(text, now=0.0)
+    except ValueError:
+        raise UsageRefused(f"--older-than {text!r} is not an age: write 90s, 30m, 12h or 30d") from None
+
+
+def notify_workers(store: Store, job_id: str, broker: str | None) -> None:
+    """Tells the workers of a job that was put back in the queue; without a broker they see it by themselves."""
+    from gristmill.jobs.broker import CONTROL_QUEUE, PLAN_JOB, RUN_SHARDS, model_queue
+    from gristmill.jobs.client import notify_once
+    from gristmill.jobs.states import JobState
+
+    job = store.load_job(job_id)
+    if job.state is JobState.VALIDATING:
+        notify_once(broker, PLAN_JOB, [job_id], CONTROL_QUEUE, job.priority)
+    elif job.model in store.known_models():
+        notify_once(broker, RUN_SHARDS, [job.model], model_queue(job.model), job.priority)
+
+
+def follow(store: Store, job_id: str) -> int:
+    """Prints the id, and the progress on stderr until the end; the exit code that `run` would have."""
+    from gristmill.worker.local.follow import follow_job
+    from gristmill.worker.show.progress import build_display
+
+    return follow_job(store, job_id, build_display(sys.stderr))

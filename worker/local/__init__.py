@@ -1,0 +1,1 @@
+"""A job in this process, without a broker."""

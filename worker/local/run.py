@@ -1,0 +1,298 @@
+"""`gristmill run` and `resume`: a whole job in this process, with the store, shards and commits of a cluster.
+
+Every refusal comes before anything is written. What is raised here becomes one line and an exit code in the
+CLI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from gristmill.engine.config import EngineOptions
+from gristmill.engine.errors import EngineDied
+from gristmill.engine.request import EngineInfo
+from gristmill.engine.text.tokenizer import Tokenizer, load_tokenizer
+from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.output.finalize import finalize_job
+from gristmill.jobs.output.publishing import check_output, clear_output, redo_publications
+from gristmill.jobs.owner import Owner, current_owner
+from gristmill.jobs.records import JobRecord, JobStatus
+from gristmill.jobs.spec import JobSpec, parse_spec
+from gristmill.jobs.states import RESUMABLE_JOB_STATES, JobState
+from gristmill.jobs.storage.folder import Storage, open_storage
+from gristmill.jobs.store.database import database_url as to_database_url
+from gristmill.jobs.store.store import Store, open_store
+from gristmill.worker.engine.client import EngineClient
+from gristmill.worker.engine.credit_window import credit_window
+from gristmill.worker.engine.supervisor import LOAD_TIMEOUT_S, MAX_LOAD_DEATHS, EngineSupervisor
+from gristmill.worker.local.interrupts import Interrupts
+from gristmill.worker.local.order import LocalOrder, LocalPlan, create_job, load_order, planned_order
+from gristmill.worker.run.active_shards import ActiveShards
+from gristmill.worker.run.committer import Committer
+from gristmill.worker.run.job_context import Contexts, JobContext, OutputTarget
+from gristmill.worker.run.outcome import RunEnd, RunnerOptions, RunOutcome
+from gristmill.worker.run.prepare import Preparer
+from gristmill.worker.run.prepare_ahead import PrepareAhead
+from gristmill.worker.run.shard_runner import ShardRunner
+from gristmill.worker.run.shard_source import JobShards
+from gristmill.worker.show.console import EXIT_FAILED, EXIT_INTERRUPTED, print_error, print_out
+from gristmill.worker.show.progress import Display
+from gristmill.worker.show.report import to_status_text
+
+INTERRUPTED_EARLY = "interrupted before it got to work; run the same command again"
+
+
+def run_local(
+    spec: JobSpec, database_url: str | None, display: Display, interrupts: Interrupts | None = None
+) -> int:
+    """Runs the job, or goes on with it if it is the same one; the exit code."""
+    with interrupts or Interrupts() as interrupts:
+        try:
+            order = load_order(spec)
+            with open_store(to_database_url(database_url)) as store:
+                return LocalRun(store, order, display, interrupts).run()
+        except KeyboardInterrupt:
+            print_error(INTERRUPTED_EARLY)
+            return EXIT_INTERRUPTED
+
+
+def resume_local(
+    reference: str, database_url: str | None, display: Display, interrupts: Interrupts | None = None
+) -> int:
+    """Goes on with the local job of this id or output folder; the exit code."""
+    return _go_on_with(reference, database_url, display, interrupts, retry=False)
+
+
+def retry_local(
+    reference: str, database_url: str | None, display: Display, interrupts: Interrupts | None = None
+) -> int:
+    """Computes the failed rows of this local job again; the exit code."""
+    return _go_on_with(reference, database_url, display, interrupts, retry=True)
+
+
+def _go_on_with(
+    reference: str, database_url: str | None, display: Display, interrupts: Interrupts | None, retry: bool
+) -> int:
+    with interrupts or Interrupts() as interrupts:
+        try:
+            with open_store(to_database_url(database_url)) as store:
+                job = store.find_job(reference)
+                if job is None:
+                    raise RefusedError(f"no job {reference!r} in this database: see `gristmill list`")
+                given = {name: value for name, value in job.spec.items() if value is not None}
+                order = load_order(parse_spec(given | {"if_exists": "resume"}))
+                if order.identity != job.identity:
+                    raise RefusedError(
+                        f"job {job.job_id} can't go on: its input or its model changed since it began;"
+                        " put them back, or run it anew with another --output"
+                    )
+                run = LocalRun(store, order, display, interrupts)
+                return run.retry(job) if retry else run.resume(job)
+        except KeyboardInterrupt:
+            print_error(INTERRUPTED_EARLY)
+            return EXIT_INTERRUPTED
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine process that has its model, and the model's tokenizer on our side."""
+
+    client: EngineClient
+    info: EngineInfo
+    tokenizer: Tokenizer
+
+
+class LocalRun:
+    """One order, carried out here."""
+
+    def __init__(self, store: Store, order: LocalOrder, display: Display, interrupts: Interrupts) -> None:
+        self._store = store
+        self._order = order
+        self._display = display
+        self._interrupts = interrupts
+        self._storage: Storage = open_storage(order.spec.output)
+        self._owner: Owner = current_owner()
+
+    def run(self) -> int:
+        """A new job, or the one that this output folder belongs to."""
+        job = self._store.find_job(self._order.spec.output)
+        if self._check(job) == "resume":
+            assert job is not None
+            return self._go_on(job)
+        return self._begin(job)
+
+    def retry(self, job: JobRecord) -> int:
+        """The failed rows of the job that was asked for."""
+        with self._held(job):
+            num_rows = self._store.retry_failed(job.job_id)
+        self._display.note(f"{job.job_id}: {num_rows:,} failed rows are computed again")
+        return self.resume(self._store.load_job(job.job_id))
+
+    def resume(self, job: JobRecord) -> int:
+        """The job that was asked for."""
+        if self._check(job) != "resume":
+            raise RefusedError(
+                f"{self._storage.root} no longer holds the parts of job {job.job_id}: run it anew"
+            )
+        return self._go_on(job)
+
+    def _check(self, job: JobRecord | None) -> str:
+        spec = self._order.spec
+        uris = [source.uri for source in self._order.sources]
+        return check_output(self._storage, job, self._order.identity, spec.if_exists, uris)
+
+    def _begin(self, earlier: JobRecord | None) -> int:
+        """A new job. `earlier` is the job whose output it replaces."""
+        if earlier is not None:
+            with self._held(earlier):  # raises if another process is at it
+                pass
+        with self._start_engine() as client, self._plan() as planned:
+            engine = self._wait_loaded(client)
+            latest = self._store.find_job(self._order.spec.output)
+            is_first = latest is None or (earlier is not None and latest.job_id == earlier.job_id)
+            if is_first:
+                # Before anything goes: only one process gets past here.
+                job = create_job(self._order, planned, self._store, self._owner)
+                with self._held(job):
+                    clear_output(self._storage, planned.spool_id)
+                    return self._run_shards(job, engine)
+        return self.run()  # somebody began a job here meanwhile
+
+    def _go_on(self, job: JobRecord) -> int:
+        """A job that exists: whatever is left of it."""
+        if job.state is JobState.COMPLETED:
+            return self._report(job.job_id)
+        with self._held(job):
+            if job.state is JobState.CANCELLING:
+                self._store.finish_cancel(job.job_id)
+            if job.state is JobState.CANCELLING or job.state in RESUMABLE_JOB_STATES:
+                self._store.resume_job(job.job_id)
+            if job.state is JobState.FINALIZING:
+                return self._finalize(job.job_id)
+            with self._start_engine() as client:
+                return self._run_shards(job, self._wait_loaded(client))
+
+    def _plan(self) -> AbstractContextManager[LocalPlan]:
+        return planned_order(
+            self._order, self._store, self._storage, self._interrupts.should_stop, self._display.note
+        )
+
+    @contextmanager
+    def _held(self, job: JobRecord) -> Iterator[None]:
+        self._store.hold_job(job.job_id, self._owner)
+        try:
+            yield
+        finally:
+            self._store.release_job(job.job_id, self._owner)
+
+    @contextmanager
+    def _start_engine(self) -> Iterator[EngineClient]:
+        """An engine process that begins to load its model; it is gone at the end, whatever happens."""
+        spec = self._order.spec
+        engine_options = EngineOptions(
+            dtype=spec.dtype, quantization=spec.quantization, kv_dtype=spec.kv_dtype
+        )
+        client = EngineClient(spec.model, engine_options)
+        try:
+            client.start()
+            yield client
+        finally:
+            client.kill()
+
+    def _wait_loaded(self, client: EngineClient) -> LoadedEngine:
+        self._display.note(f"loading {self._order.spec.model}")
+        tokenizer = load_tokenizer(self._order.spec.model)
+        num_deaths = 0
+        while True:
+            try:
+                info = client.wait_loaded(LOAD_TIMEOUT_S, self._interrupts.should_stop)
+                return LoadedEngine(client, info, tokenizer)
+            except EngineDied as died:
+                if self._interrupts.should_stop():
+                    raise KeyboardInterrupt from None
+                was_killed = died.exit_code is not None and died.exit_code < 0
+                num_deaths += 1
+                if not was_killed or num_deaths == MAX_LOAD_DEATHS:
+                    raise
+                self._display.note(f"{died}; started again")
+                client.start()
+
+    def _run_shards(self, job: JobRecord, engine: LoadedEngine) -> int:
+        redo_publications(self._storage, self._store, job.job_id)
+        status = self._store.status(job.job_id)
+        num_done = status.rows - status.not_run
+        if num_done:
+            self._display.note(f"{job.job_id} goes on: {num_done:,} of {status.rows:,} rows are done")
+        self._display.start(status.rows, num_done, job.job_id)
+        try:
+            with self._interrupts.deferred():
+                outcome = self._build_runner(status, engine).run()
+        finally:
+            self._display.stop()
+        return self._conclude(job.job_id, outcome)
+
+    def _build_runner(self, status: JobStatus, engine: LoadedEngine) -> ShardRunner:
+        order, storage = self._order, self._storage
+        spec = order.spec
+        context = JobContext(
+            Preparer(spec, order.sources, engine.tokenizer, order.prompt_source, engine.info, spec.keep),
+            OutputTarget(storage, order.schema, spec.output_format, order.sources),
+        )
+        contexts = Contexts(lambda _: context)
+        return ShardRunner(
+            self._store,
+            JobShards(self._store, status.job_id, self._owner),
+            ActiveShards(status),
+            self._owner,
+            EngineSupervisor(engine.client, credit_window(spec.model, engine.info)),
+            PrepareAhead(contexts),
+            Committer(self._store, contexts),
+            self._display,
+            self._interrupts.should_stop,
+            RunnerOptions(max_errors=spec.max_num_errors(status.rows)),
+        )
+
+    def _conclude(self, job_id: str, outcome: RunOutcome) -> int:
+        """What the end of the loop means for the job; the exit code."""
+        if outcome.end is RunEnd.FINISHED:
+            return self._finalize(job_id)
+        if outcome.end is RunEnd.INTERRUPTED:
+            status = self._store.status(job_id)
+            print_error(
+                f"interrupted: {status.rows - status.not_run:,} of {status.rows:,} rows are done and safe;"
+                f" run the same command again, or: gristmill resume {job_id}"
+            )
+            return EXIT_INTERRUPTED
+        if outcome.end is RunEnd.CANCELLED:
+            self._store.finish_cancel(job_id)
+        else:
+            self._store.fail_job(job_id, outcome.message or outcome.end.value)
+        return self._report(job_id)
+
+    def _finalize(self, job_id: str) -> int:
+        try:
+            state = finalize_job(self._store, self._storage, job_id, self._owner)
+        except KeyboardInterrupt:
+            print_error("interrupted at the end: all rows are done and safe; run the same command again")
+            return EXIT_INTERRUPTED
+        if state is JobState.CANCELLING:  # asked for when the last shard was done
+            self._store.finish_cancel(job_id)
+        return self._report(job_id)
+
+    def _report(self, job_id: str) -> int:
+        """Prints the final table, and one line on stderr where the job has not completed."""
+        status = self._store.status(job_id)
+        print_out(to_status_text(status, is_live=False))
+        if status.state != JobState.COMPLETED:
+            state = f"{status.state}: {status.message}" if status.message else status.state
+            print_error(
+                f"job {job_id} is {state}; {status.rows - status.not_run:,} of {status.rows:,} rows are done"
+                f" and kept; to go on: gristmill resume {job_id}"
+            )
+            return EXIT_FAILED
+        is_all_failed = status.rows > 0 and status.failed == status.rows
+        if is_all_failed:
+            print_error(f"every row of job {job_id} failed: the table and the column error_message say why")
+        return EXIT_FAILED if is_all_failed else 0

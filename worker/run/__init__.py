@@ -1,0 +1,1 @@
+"""Shards through an engine: prepare, feed, collect, commit."""

@@ -1,0 +1,98 @@
+"""Where a runner's next shard comes from: one job that this process holds, or all jobs of a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from gristmill.jobs.crash_points import reach
+from gristmill.jobs.owner import Owner
+from gristmill.jobs.records import ModelOffer, ShardClaim
+from gristmill.jobs.store.store import Store
+
+LOOK_EVERY_S = 2.0  # without a message: a broker that lost all of them costs no more than this
+SHARE_S = 0.5  # from one claim to the next, for a worker that has plenty to do while it has peers
+
+
+class ShardSource(Protocol):
+    """Claims shards for one runner; used by its loop, except that `wake` and `drain` come from any thread."""
+
+    only_job: str | None  # the run ends with this job
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether there will be no further shard."""
+        ...
+
+    def claim(self, now: float, has_plenty: bool) -> ShardClaim | None:
+        """The next shard; None when there is none at present. has_plenty: there is no hurry."""
+        ...
+
+    def look_again(self) -> None:
+        """A shard may be free again."""
+
+
+class JobShards:
+    """The shards of one local job, in order."""
+
+    def __init__(self, store: Store, job_id: str, owner: Owner) -> None:
+        self.only_job: str | None = job_id
+        self._store = store
+        self._job_id = job_id
+        self._owner = owner
+        self._is_exhausted = False
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._is_exhausted
+
+    def claim(self, now: float, has_plenty: bool) -> ShardClaim | None:
+        claim = None if self._is_exhausted else self._store.claim_shard(self._job_id, self._owner)
+        self._is_exhausted = claim is None
+        return claim
+
+    def look_again(self) -> None:
+        self._is_exhausted = False
+
+
+class ModelShards:
+    """The shards of all submitted jobs that name a model; the database decides which one is next."""
+
+    def __init__(
+        self, store: Store, offer: ModelOffer, owner: Owner, warm: Callable[[], Collection[str]]
+    ) -> None:
+        self.only_job: str | None = None
+        self._store = store
+        self._offer = offer
+        self._owner = owner
+        self._warm = warm
+        self.num_peers = 0  # other workers that offer the model
+        self._next_look_s = 0.0
+        self._last_claim_s = float("-inf")
+        self._is_draining = False
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._is_draining
+
+    def claim(self, now: float, has_plenty: bool) -> ShardClaim | None:
+        if self._is_draining or now < self._next_look_s:
+            return None
+        if has_plenty and self.num_peers and now < self._last_claim_s + SHARE_S:
+            return None  # a job of few shards is not taken whole by whoever woke first
+        reach("claim.before")
+        claim = self._store.claim_next(self._offer, self._owner, self._warm())
+        if claim is None:
+            self._next_look_s = now + LOOK_EVERY_S * random.uniform(0.8, 1.2)
+        else:
+            reach("claim.after")
+            self._last_claim_s = now
+        return claim
+
+    def look_again(self) -> None:
+        self._next_look_s = 0.0
+
+    def drain(self) -> None:
+        """No further shard: the run ends when those at hand are done."""
+        self._is_draining = True

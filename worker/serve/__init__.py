@@ -1,0 +1,1 @@
+"""A worker process: models, messages, and what keeps jobs going."""

@@ -1,0 +1,1 @@
+"""gristmill bench: how fast the engine is on this machine."""

@@ -1,0 +1,1 @@
+"""gristmill compare: two models, or one with two settings, on the same rows."""

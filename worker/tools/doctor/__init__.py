@@ -1,0 +1,1 @@
+"""gristmill doctor: what would go wrong on this machine, and the remedy."""
