@@ -7,7 +7,7 @@ import psycopg
 from airflow.sdk import dag, task
 from celery import Celery
 
-order = {"model": "smollm2", "prompt": "Classify this ticket: {{ body }}", "max_tokens": 32}
+order = {"model": "smollm2", "prompt": "Classify this ticket: {{ body }}", "max_tokens": 8}
 query = "SELECT state, message FROM job_progress WHERE idempotency_key = %s"
 
 
