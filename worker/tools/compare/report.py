@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from gristmill.worker.show.report import to_share_text
+from gristmill.worker.show.tables import build_line, build_table, to_share_text, to_text
 from gristmill.worker.tools.compare.figures import EARLY_TOKENS, Figures
 
 MIN_WIDTH, PIPE_WIDTH = 88, 160  # a narrower terminal wraps lines; a file or a pipe has room for long names
@@ -89,33 +86,26 @@ def to_side_text(payload: Figures, side: str) -> str:
 
 def to_compare_text(payload: Figures, width: int | None = None, colors: bool = False) -> str:
     """The tables of `compare`. width: of the terminal, if it is one; colors: with escape codes."""
-    stream = io.StringIO()
-    console = Console(
-        file=stream,
-        width=PIPE_WIDTH if width is None else max(width, MIN_WIDTH),
-        force_terminal=colors,
-        color_system="auto" if colors else None,
-        highlight=False,
-    )
-    for side in ("a", "b"):
-        console.print(Text(f"{side.upper()}  {to_side_text(payload, side)}"), soft_wrap=True)
     tokens = payload["overall"]["tokens"]
     counts = (
         f"{payload['compared']:,} of {payload['rows']:,} rows, answers of {tokens['a']:,} and {tokens['b']:,}"
+        f" tokens; {payload['rows_file']}"
     )
-    console.print(Text(f"{counts} tokens; {payload['rows_file']}"), soft_wrap=True)
-    for found in to_tables(payload):
-        table = Table(
-            title=found.title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
+    tables = [
+        build_table(
+            ("", *found.heads),
+            [(Text(name, "" if cells else "dim"), *cells) for name, cells in found.lines],
+            title=found.title,
+            right=True,
         )
-        table.add_column("", no_wrap=True)
-        for head in found.heads:
-            table.add_column(head, justify="right", no_wrap=True)
-        for name, cells in found.lines:
-            table.add_row(Text(name, "" if cells else "dim"), *cells)
-        console.print(table)
-    for line in LEGEND if has_scores(payload) else LEGEND[:1]:
-        console.print(Text(line, "dim"))
-    for note in payload["notes"]:
-        console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+        for found in to_tables(payload)
+    ]
+    return to_text(
+        *(build_line(f"{side.upper()}  {to_side_text(payload, side)}") for side in ("a", "b")),
+        build_line(counts),
+        *tables,
+        *(Text(line, "dim") for line in LEGEND[: len(tables)]),
+        *(build_line(f"note: {note}", "yellow") for note in payload["notes"]),
+        width=PIPE_WIDTH if width is None else max(width, MIN_WIDTH),
+        colors=colors,
+    )
