@@ -18,6 +18,7 @@ KV_DTYPES = ("auto", "fp8")
 class EngineOptions:
     """What a user may set about the engine. None: chosen at load from the device and the model."""
 
+    device: str = "auto"  # one of kernels.dispatch.DEVICES; auto: the CPU
     dtype: str = "auto"  # auto, bfloat16 or float32
     quantization: str = "auto"  # of weights: auto, none, int4, fp8 or int8 (see QUANTIZATIONS)
     kv_dtype: str = "auto"  # of the KV cache: auto is that of the model, or fp8

@@ -1,4 +1,4 @@
-"""The plain-torch oracle of each operation in ops.py: the mathematics, one row at a time, in float32."""
+"""The plain-torch oracle of each operation of contract.py: the mathematics, one row at a time, in float32."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def round_kv(x: Tensor, scale: Tensor) -> Tensor:
     """What an FP8 cache makes of keys or values. x: [num_tokens, num_kv_heads, head_dim]; scale: [num_kv_heads]."""
+    return to_fp8(x, scale[:, None]).float() * scale[:, None]
+
+
+def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """The codes nearest to x / scale, at most 448 in size; a NaN stays one."""
     largest = torch.finfo(torch.float8_e4m3fn).max
-    codes = (x.float() / scale[:, None]).clamp(-largest, largest).to(torch.float8_e4m3fn)
-    return codes.float() * scale[:, None]
+    return (x.float() / scale).clamp(-largest, largest).to(torch.float8_e4m3fn)
 
 
 def causal_attention(

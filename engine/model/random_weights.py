@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gristmill.engine.build import assemble_engine, choose_weights
+from gristmill.engine.build import ModelParts, assemble_engine, choose_backend, choose_weights
 from gristmill.engine.checkpoint.opening import resolve_dtype
 from gristmill.engine.checkpoint.weight_names import expected_shapes
 from gristmill.engine.config import EngineOptions, ModelConfig
@@ -19,7 +19,9 @@ def build_random_engine(config: ModelConfig, options: EngineOptions, name: str) 
     """An engine of the shape, ready to step; its tokenizer is the one of bytes."""
     dtype: torch.dtype = getattr(torch, resolve_dtype(options.dtype))
     weights = choose_weights(config, random_weights(config, dtype), dtype, options)
-    return assemble_engine(config, weights, NullTokenizer(), options, name)
+    return assemble_engine(
+        ModelParts(config, weights, NullTokenizer(), name), options, choose_backend(options)
+    )
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, Tensor]]:

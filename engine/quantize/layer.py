@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from gristmill.engine.config import ModelConfig
 from gristmill.kernels import reference
-from gristmill.kernels.ops import RopeTables
+from gristmill.kernels.contract import RopeTables
 
 Weights = Mapping[str, Tensor]  # of one layer, by name without `model.layers.N.`
 Observe = Callable[[str, Tensor], None]

@@ -31,7 +31,7 @@ from gristmill.engine.quantize.packing import from_stored, quantization_config, 
 from gristmill.engine.quantize.rtn import check_groups, default_group_size, linear_columns, quantize_rtn
 from gristmill.engine.quantize.writer import OutputFolder, check_output, open_output
 from gristmill.engine.text.tokenizer import load_tokenizer
-from gristmill.kernels.ops import RopeTables
+from gristmill.kernels.contract import RopeTables
 from gristmill.kernels.quantized import Kind, QuantizedTensor
 
 Method = Literal["rtn", "gptq", "awq"]

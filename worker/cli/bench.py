@@ -273,7 +273,7 @@ def run_bench(
 
     engine = load_engine(source, engine_options)
     check_fit(rows, engine.info.max_request_tokens, "the engine holds")
-    rates = measure_rates(engine.runner.model, engine.info.dtype, engine.info.max_num_batched_tokens)
+    rates = measure_rates(engine.runner.model, engine.info.max_num_batched_tokens)
     runs = run_passes(engine, rows, repeat, build_display(sys.stderr))
     problems = [problem for problem in (find_miscount(rows, run) for run in runs) if problem is not None]
     if problems:
