@@ -38,11 +38,13 @@ def test_of_a_library_only_the_first_line_is_kept() -> None:
 
 def test_our_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     error = ValueError("no\nway")
-    assert format_record("jobs.x", "failed", exc_info=(ValueError, error, None)).endswith(
+    assert format_record("gristmill.jobs.x", "failed", exc_info=(ValueError, error, None)).endswith(
         "failed (ValueError: no way)"
     )
     monkeypatch.setenv("GRISTMILL_TRACEBACK", "1")
-    assert "\nValueError: no" in format_record("jobs.x", "failed", exc_info=(ValueError, error, None))
+    assert "\nValueError: no" in format_record(
+        "gristmill.jobs.x", "failed", exc_info=(ValueError, error, None)
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-OURS = ("worker", "jobs", "engine", "kernels")
+OURS = "gristmill"
 MAX_FOREIGN_CHARS = 300
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 _USER_INFO = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]*@")
@@ -25,7 +25,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
-        is_ours = record.name.partition(".")[0] in OURS
+        is_ours = record.name.partition(".")[0] == OURS
         text = record.getMessage()
         if is_ours:
             text += "".join(f" {name}={value}" for name, value in _facts(record).items())
@@ -56,8 +56,7 @@ def set_up_logging(level: int = logging.INFO) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    for name in OURS:
-        logging.getLogger(name).setLevel(level)
+    logging.getLogger(OURS).setLevel(level)
 
 
 def _facts(record: logging.LogRecord) -> dict[str, Any]:
