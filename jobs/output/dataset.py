@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
-from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.output.schema import load_part_schema
 from gristmill.jobs.records import JobRecord, PartFile
 from gristmill.jobs.states import JobState
@@ -42,8 +41,6 @@ def _find(storage: Storage, part: PartFile) -> str:
 
 def _build_files(root: str) -> pafs.FileSystem:
     """Arrow's own file systems: a reader of ours in Arrow's threads would have to live as long as they do."""
-    if root.startswith("memory://"):
-        raise RefusedError(f"{root} is in the memory of another process: read it there")
     if not root.startswith("s3://"):
         return pafs.SubTreeFileSystem(root, pafs.LocalFileSystem())
     place = split_s3_uri(root)

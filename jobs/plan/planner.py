@@ -45,13 +45,12 @@ from gristmill.jobs.records import JobRecord
 from gristmill.jobs.spec import JobSpec, parse_spec
 from gristmill.jobs.states import RESUMABLE_JOB_STATES, TERMINAL_JOB_STATES, JobState
 from gristmill.jobs.storage.allowed import check_allowed
-from gristmill.jobs.storage.folder import open_storage
+from gristmill.jobs.storage.folder import S3_SCHEME, open_storage
 from gristmill.jobs.store.store import Store
 
 MIN_JOB_SHARDS = 16  # where there is work enough: so that several workers take part
 MIN_SHARD_S = 1.0
 _MIN_PREFIX_SIZE = 16
-_OUTPUT_SCHEMES = ("s3://", "memory://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ def _check_order(store: Store, job: JobRecord, allow: Sequence[str]) -> _Checked
     """Reads heads of inputs and looks at the output; changes nothing. Raises RefusedError."""
     spec = _parse_spec(job)
     check_allowed([*spec.input, spec.output], allow)
-    if "://" in job.output and not job.output.startswith(_OUTPUT_SCHEMES):
+    if "://" in job.output and not job.output.startswith(S3_SCHEME):
         raise RefusedError(f"output {job.output!r}: write a path, or s3://BUCKET/FOLDER")
     sources = load_sources(spec.input, spec.input_format, job.output)
     check_allowed([source.uri for source in sources], allow)

@@ -1,4 +1,4 @@
-"""The output folder as a small object store: whole files by name, on local disk, in S3 or in memory.
+"""The output folder as a small object store: whole files by name, on local disk or in S3.
 
 Names are relative, with `/`. A file appears whole or not at all. Knows nothing of jobs and the database.
 Attempts are files under names of their own, never written twice; publishing gives one its final name.
@@ -13,7 +13,6 @@ from typing import BinaryIO, Protocol
 
 from gristmill.jobs.storage.hashing_file import HashingFile
 from gristmill.jobs.storage.local import LocalStorage
-from gristmill.jobs.storage.memory import MEMORY_SCHEME, open_memory
 
 S3_SCHEME = "s3://"
 
@@ -21,7 +20,7 @@ S3_SCHEME = "s3://"
 class Storage(Protocol):
     """One output folder. A place that doesn't answer raises OutputUnavailable: the same call may work later."""
 
-    root: str  # an absolute path, s3://bucket/prefix or memory://name; no slash at the end
+    root: str  # an absolute path or s3://bucket/prefix; no slash at the end
 
     def place(self, name: str = "") -> str:
         """Where a file lies, for messages and readers."""
@@ -96,6 +95,4 @@ def open_storage(output: str) -> Storage:
         )
 
         return S3Storage(output)
-    if output.startswith(MEMORY_SCHEME):
-        return open_memory(output)
     return LocalStorage(os.path.abspath(output))

@@ -46,7 +46,7 @@ def test_what_lies_below_a_root_is_allowed(data: Path, name: str) -> None:
         "s3://bucket2/in/a",
         "S3://bucket/in/a",
         "https://bucket/in/a",
-        "memory://bucket/in/a",
+        "gs://bucket/in/a",
         "FILE:///etc/passwd",
     ],
 )

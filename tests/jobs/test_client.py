@@ -187,14 +187,6 @@ def test_a_program_that_looked_at_some_results_in_an_object_store_ends_well(
     assert (done.returncode, done.stdout.split()) == (0, ["12", "3"]), done.stderr
 
 
-def test_results_in_memory_are_refused(url: str, jobs: Store) -> None:
-    output = "memory://results/out"
-    job = create_job(jobs, output, 5)  # type: ignore[arg-type]
-    run_all(jobs, open_storage(output), job)
-    with pytest.raises(RefusedError, match="memory://results/out"):
-        client.results(job.job_id, database_url=url)
-
-
 def test_the_client_imports_neither_torch_nor_celery_nor_the_worker(repo_root: Path) -> None:
     code = (
         "import sys, gristmill.jobs.client\n"

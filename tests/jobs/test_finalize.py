@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -151,12 +150,12 @@ def sqlite_store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
         yield opened
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "s3"])
 def place(request: pytest.FixtureRequest, out: Path) -> str:
     """An output in each storage."""
     if request.param == "s3":
         return f"{request.getfixturevalue('s3_root')}/out"
-    return str(out) if request.param == "local" else f"memory://{uuid.uuid4().hex}/out"
+    return str(out)
 
 
 def kill_at(patch: pytest.MonkeyPatch, storage: Storage, step: str, when: str) -> None:

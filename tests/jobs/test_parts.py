@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import resource
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, date, datetime
@@ -37,11 +36,11 @@ OTHER = "not_utf8"
 FORMATS = pytest.mark.parametrize("output_format", ["parquet", "jsonl"])
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "s3"])
 def any_storage(request: pytest.FixtureRequest, out: Path) -> Storage:
     if request.param == "s3":
         return open_storage(f"{request.getfixturevalue('s3_root')}/out")
-    return open_storage(str(out) if request.param == "local" else f"memory://{uuid.uuid4().hex}")
+    return open_storage(str(out))
 
 
 def build_claim(part: PartFile | None = None, shard_index: int = 42) -> ShardClaim:
@@ -372,12 +371,8 @@ def test_stripping_keeps_types_and_row_groups_small(
     assert pq.read_schema(out / part.path).equals(SCHEMA)
 
 
-@pytest.mark.parametrize("kind", ["memory", "s3"])
-def test_a_late_copy_of_an_older_part_is_healed_by_the_next_to_read_it(
-    request: pytest.FixtureRequest, kind: str
-) -> None:
-    root = f"memory://{uuid.uuid4().hex}" if kind == "memory" else request.getfixturevalue("s3_root")
-    storage = open_storage(f"{root}/out")
+def test_a_late_copy_of_an_older_part_is_healed_by_the_next_to_read_it(s3_root: str) -> None:
+    storage = open_storage(f"{s3_root}/out")
     older = write(storage, build_results(1, 2))
     settle_part(storage, older)
     newer = write(storage, build_results(3), part=older)

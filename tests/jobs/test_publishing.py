@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,12 +35,12 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "deep" / "out"
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "s3"])
 def place(request: pytest.FixtureRequest, out: Path) -> str:
     """An output in each storage."""
     if request.param == "s3":
         return f"{request.getfixturevalue('s3_root')}/deep/out"
-    return str(out) if request.param == "local" else f"memory://{uuid.uuid4().hex}/out"
+    return str(out)
 
 
 @pytest.fixture

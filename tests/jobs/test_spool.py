@@ -52,11 +52,11 @@ VALUES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "s3"])
 def storage(request: pytest.FixtureRequest, out: Path) -> Storage:
     if request.param == "s3":
         return open_storage(f"{request.getfixturevalue('s3_root')}/out")
-    return open_storage(str(out) if request.param == "local" else f"memory://{uuid.uuid4().hex}")
+    return open_storage(str(out))
 
 
 def build_items(num_rows: int, num_groups: int) -> list[SortItem]:

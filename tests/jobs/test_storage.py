@@ -1,40 +1,30 @@
-"""What every storage promises, held against local disk, memory and a real S3 server."""
+"""What every storage promises, held against local disk and a real S3 server."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
-import uuid
 from pathlib import Path
 
 import pytest
 
-from gristmill.jobs.errors import OutputError, RefusedError
+from gristmill.jobs.errors import OutputError
 from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.storage.local import LocalStorage
-from gristmill.jobs.storage.memory import MemoryStorage
 from gristmill.jobs.storage.s3.folder import S3Storage
 
-KINDS = ["local", "memory", "s3"]
 
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["local", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "local":
         return open_storage(str(tmp_path / "deep" / "out"))
-    if request.param == "memory":
-        return open_storage(f"memory://{uuid.uuid4().hex}/out")
     return open_storage(f"{request.getfixturevalue('s3_root')}/deep/out/")
 
 
 def test_an_output_says_which_storage_it_is(s3_root: str, tmp_path: Path) -> None:
     assert isinstance(open_storage(f"{s3_root}/out"), S3Storage)
-    assert isinstance(open_storage("memory://a/b"), MemoryStorage)
-    assert open_storage("memory://a/b") is open_storage("memory://a/b/")
     local = open_storage(f"{tmp_path}/x/../out/")
     assert isinstance(local, LocalStorage) and local.root == f"{tmp_path}/out"
-    with pytest.raises(RefusedError, match="write memory://NAME"):
-        open_storage("memory://")
 
 
 def test_a_root_has_no_slash_at_its_end_and_places_are_below_it(storage: Storage) -> None:
@@ -188,10 +178,3 @@ def test_a_disk_without_links_still_takes_a_new_file(tmp_path: Path, monkeypatch
     assert storage.put_new("manifest", b"one")
     assert not storage.put_new("manifest", b"two")
     assert storage.names() == ["manifest"]
-
-
-def test_memory_tells_other_bytes_from_those_expected() -> None:
-    storage = open_storage(f"memory://{uuid.uuid4().hex}")
-    storage.put("a", b"1")
-    with pytest.raises(ValueError, match="other bytes"):
-        storage.open_checked("a", "0" * 64)

@@ -70,7 +70,7 @@ def test_one_key_is_one_job(store: Store, out: Path) -> None:
 
 @pytest.mark.parametrize(
     ("output", "kept"),
-    [("s3://bucket/x/", "s3://bucket/x"), ("memory://m/", "memory://m"), ("/o/../p/", "/p")],
+    [("s3://bucket/x/", "s3://bucket/x"), ("/o/../p/", "/p")],
 )
 def test_an_output_has_one_spelling(store: Store, output: str, kept: str) -> None:
     job = store.submit_job(build_spec(output)).job
