@@ -56,7 +56,7 @@ class RopeScaling:
 class ModelConfig:
     """A decoder described by flags; a new architecture is a new set of flags, not a new model file."""
 
-    architecture: str  # llama, mistral, qwen2, qwen3
+    architecture: str  # a name of checkpoint.architectures
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from gristmill.engine.checkpoint.architectures import ARCHITECTURES
 from gristmill.engine.checkpoint.formats.quantization_config import load_plan
 from gristmill.engine.checkpoint.gguf import GGUFFile, load_gguf
 from gristmill.engine.checkpoint.gguf_config import gguf_model_config
@@ -80,7 +81,7 @@ def resolve_dtype(dtype: str) -> str:
 def _gguf_checkpoint(file: GGUFFile) -> Checkpoint:
     config = gguf_model_config(file)
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-    interleaved = config.architecture in ("llama", "mistral")
+    interleaved = ARCHITECTURES[config.architecture].interleaves_rotary
     tensors: dict[str, TensorSource] = {}
     for tensor in file.tensors.values():
         if tensor.name == "rope_freqs.weight":  # became config.rope_scaling

@@ -1,16 +1,17 @@
-"""Headers of the safetensors files of a model folder: where each tensor lies, checked against file sizes.
+"""Headers of the safetensors files of a model folder: where each tensor lies.
 
-Only headers are read (https://github.com/huggingface/safetensors#format); pickled weights are never opened.
+The format's own parser reads and checks them against file sizes; pickled weights are never opened.
 """
 
 from __future__ import annotations
 
-import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from gristmill.engine.checkpoint.json_files import load_json_object
 from gristmill.engine.checkpoint.model_path import open_model_file
@@ -64,7 +65,7 @@ def load_headers(folder: Path) -> dict[str, SafetensorsEntry]:
     """Every tensor of the model by name."""
     entries: dict[str, SafetensorsEntry] = {}
     for file in weight_files(folder):
-        for entry_name, entry in _file_entries(file).items():
+        for entry_name, entry in _file_entries(file):
             if entry_name in entries:
                 raise ModelRefused(
                     f"{folder}: tensor {entry_name} is in two files, the second is {file.name};"
@@ -87,42 +88,21 @@ def read_header(file: Path) -> bytes:
         return stream.read(length)
 
 
-def _file_entries(file: Path) -> dict[str, SafetensorsEntry]:
-    header = read_header(file)
+def _file_entries(file: Path) -> Iterator[tuple[str, SafetensorsEntry]]:
+    """The file's tensors in the order of their bytes, which the parser has found to follow each other gapless."""
+    offset = 8 + len(read_header(file))
     try:
-        table = json.loads(header)
-    except ValueError as error:
-        raise ModelRefused(
-            f"{file}: the safetensors header is not JSON ({error}); download it again"
-        ) from error
-    if not isinstance(table, dict):
-        raise ModelRefused(f"{file}: the safetensors header is not an object; download it again")
-    size = file.stat().st_size
-    start = 8 + len(header)
-    return {
-        name: _entry(file, name, item, start, size) for name, item in table.items() if name != "__metadata__"
-    }
-
-
-def _entry(file: Path, name: str, item: Any, start: int, size: int) -> SafetensorsEntry:
-    try:
-        kind, shape = str(item["dtype"]), tuple(int(n) for n in item["shape"])
-        begin, end = (int(n) for n in item["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelRefused(
-            f"{file}: the entry of tensor {name} is malformed; download the file again"
-        ) from error
-    if kind not in _TYPE_BYTES:
-        raise ModelRefused(
-            f"{file}: tensor {name} is {kind}, which is not supported; use weights in {', '.join(_TYPE_BYTES)}"
-        )
-    if start + end > size:
-        raise ModelRefused(
-            f"{file}: truncated: tensor {name} ends at byte {start + end}"
-            f" but the file has {size}; download it again"
-        )
-    if begin < 0 or any(n < 0 for n in shape) or end - begin != prod(shape) * _TYPE_BYTES[kind]:
-        raise ModelRefused(
-            f"{file}: tensor {name} of shape {list(shape)} has {end - begin} bytes; download the file again"
-        )
-    return SafetensorsEntry(str(file), start + begin, end - begin, shape, kind)
+        with safe_open(str(file), framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+    except SafetensorError as error:
+        reason = "the safetensors header is not JSON" if "JSON" in str(error) else "truncated or damaged"
+        raise ModelRefused(f"{file}: {reason} ({error}); download it again") from error
+    for name, found in slices.items():
+        kind, shape = str(found.get_dtype()), tuple(found.get_shape())
+        if kind not in _TYPE_BYTES:
+            raise ModelRefused(
+                f"{file}: tensor {name} is {kind}, which is not supported; use weights in {', '.join(_TYPE_BYTES)}"
+            )
+        num_bytes = prod(shape) * _TYPE_BYTES[kind]
+        yield name, SafetensorsEntry(str(file), offset, num_bytes, shape, kind)
+        offset += num_bytes
