@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Engine, event
 
 from gristmill.jobs.storage.folder import Storage, open_storage
-from gristmill.jobs.storage.s3.file import S3InputFile
+from gristmill.jobs.storage.s3.reader import S3File
 from gristmill.jobs.store.database import connect_database
 from gristmill.jobs.store.models import metadata
 from gristmill.jobs.store.store import LEASE_S, Store
@@ -104,11 +104,11 @@ def storage(out: Path) -> Storage:
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The size of every GET of an input in S3."""
     sizes: list[int] = []
-    get = S3InputFile._get
+    get = S3File._get
 
-    def count(self: S3InputFile, start: int, size: int) -> bytes:
+    def count(self: S3File, start: int, size: int) -> bytes:
         sizes.append(size)
         return get(self, start, size)
 
-    monkeypatch.setattr(S3InputFile, "_get", count)
+    monkeypatch.setattr(S3File, "_get", count)
     return sizes

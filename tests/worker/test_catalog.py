@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from gristmill.engine.checkpoint.opening import load_checkpoint, resolve_dtype
 from gristmill.engine.config import EngineOptions
 from gristmill.engine.errors import ModelRefused
 from gristmill.jobs.errors import RefusedError, SourceUnavailable
+from gristmill.jobs.storage.s3.client import s3_client
+from gristmill.jobs.storage.s3.reader import copy_object
 from gristmill.worker.serve.catalog import Catalog, CatalogEntry, load_catalog
 from gristmill.worker.serve.model_cache import ModelCache
 from tests.engine.tiny_models import build_tiny_gguf, build_tiny_model
+from tests.s3_proxy import Fault, s3_proxy_before
+from tests.servers import S3Server
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +35,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def upload(s3_root: str, files: dict[str, Path]) -> None:
-    from gristmill.jobs.storage.s3.client import s3_client
-
     for key, path in files.items():
         s3_client().put_object(Bucket=s3_root.removeprefix("s3://"), Key=key, Body=path.read_bytes())
 
@@ -208,49 +211,44 @@ def test_what_a_killed_process_left_half_copied_is_replaced(tiny: Path, s3_root:
     assert not half.exists()
 
 
-class DamagingClient:
-    """S3's client, but the first `num_faults` bodies lack their last byte or have it flipped."""
-
-    def __init__(self, client: Any, num_faults: int, damage: str) -> None:
-        self._client, self._num_faults, self._damage = client, num_faults, damage
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def get_object(self, **request: Any) -> Any:
-        got = self._client.get_object(**request)
-        self._num_faults -= 1
-        if self._num_faults >= 0:
-            data = got["Body"].read()
-            end = b"" if self._damage == "cut" else bytes([data[-1] ^ 1])
-            got["Body"] = Body(data[:-1] + end)
-        return got
-
-
-class Body:
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def iter_chunks(self, size: int) -> list[bytes]:
-        return [self._data]
-
-
-@pytest.mark.parametrize("damage", ["cut", "flip"])
+@pytest.mark.parametrize(
+    ("fault", "told"), [(Fault.TRUNCATE, "can't reach"), (Fault.FLIP, "did not come whole in 5 tries")]
+)
 def test_a_body_that_came_damaged_is_asked_for_again(
-    tiny: Path, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+    tiny: Path,
+    s3_server: S3Server,
+    s3_root: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Fault,
+    told: str,
 ) -> None:
-    from gristmill.jobs.storage.s3.client import s3_client
-
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between tries
     upload(s3_root, {"twin.gguf": tiny / "twin.gguf"})
-    client = DamagingClient(s3_client(), 2, damage)
-    monkeypatch.setattr("gristmill.worker.serve.model_cache.s3_client", lambda: client)
-    found = ModelCache(tmp_path / "a").fetch(f"{s3_root}/twin.gguf")
-    assert found.read_bytes() == (tiny / "twin.gguf").read_bytes()
-    always = DamagingClient(s3_client(), 99, damage)
-    monkeypatch.setattr("gristmill.worker.serve.model_cache.s3_client", lambda: always)
-    with pytest.raises(SourceUnavailable, match="did not come whole in 3 tries"):
-        ModelCache(tmp_path / "b").fetch(f"{s3_root}/twin.gguf")
+    with s3_proxy_before(s3_server.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        proxy.first(2, fault, "GET", "twin.gguf")
+        found = ModelCache(tmp_path / "a").fetch(f"{s3_root}/twin.gguf")
+        assert found.read_bytes() == (tiny / "twin.gguf").read_bytes()
+        proxy.choose = lambda method, path: fault if method == "GET" and "twin.gguf" in path else None
+        with pytest.raises(SourceUnavailable, match=told):
+            ModelCache(tmp_path / "b").fetch(f"{s3_root}/twin.gguf")
     assert [path.suffix for path in (tmp_path / "b").iterdir()] == [".lock"]
+
+
+def test_a_model_that_changes_while_it_is_copied_is_refused(
+    tiny: Path, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(s3_root, {"twin.gguf": tiny / "twin.gguf"})
+
+    def replace_first(*args: Any) -> Any:
+        upload(s3_root, {"twin.gguf": tiny / "tiny-0.5" / "config.json"})
+        return copy_object(*args)
+
+    monkeypatch.setattr("gristmill.worker.serve.model_cache.copy_object", replace_first)
+    with pytest.raises(RefusedError, match="changed while it was copied"):
+        ModelCache(tmp_path).fetch(f"{s3_root}/twin.gguf")
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_a_model_that_is_not_in_s3_is_refused(s3_root: str, tmp_path: Path) -> None:
