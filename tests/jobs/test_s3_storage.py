@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from examples.cluster.servers import S3Server
 from gristmill.jobs.errors import OutputError, OutputUnavailable, RefusedError
 from gristmill.jobs.storage.hashing_file import HashingFile
 from gristmill.jobs.storage.s3.folder import S3Storage
 from tests.jobs.s3_proxy import Fault, FaultyProxy, run_proxy
 from tests.s3_proxy import Fault as ProxyFault
-from tests.servers import S3Server
 
 DATA = bytes(range(256)) * 40
 LARGE = os.urandom(100_000) * 53  # two parts of an upload
