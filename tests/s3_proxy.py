@@ -17,7 +17,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.server_process import HOST, free_ports
+from examples.cluster.server_process import HOST, free_ports
 
 HOP_HEADERS = {"connection", "expect", "keep-alive", "transfer-encoding"}
 

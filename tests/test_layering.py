@@ -135,6 +135,11 @@ def test_nothing_is_imported_by_its_folder_name_alone() -> None:
     assert not guilty
 
 
+def test_the_examples_import_nothing_of_the_tests() -> None:
+    for path in walk_python(ROOT / "examples"):
+        assert "tests" not in top_levels(imported_names(list(ast.walk(ast.parse(path.read_text()))))), path
+
+
 def test_no_import_runs_in_a_circle() -> None:
     seen: dict[str, bool] = {}  # False while it is on the path that is walked
 

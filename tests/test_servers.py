@@ -16,9 +16,9 @@ import psycopg
 import pytest
 import redis
 
+from examples.cluster.server_process import wheel_file
+from examples.cluster.servers import PostgresServer, RedisServer, S3Server, running
 from tests.conftest import start_or_skip
-from tests.server_process import wheel_file
-from tests.servers import PostgresServer, RedisServer, S3Server, running
 
 
 def test_redis_answers_on_an_empty_database(redis_url: str) -> None:
@@ -91,7 +91,7 @@ def test_a_paused_postgres_answers_nobody_and_then_goes_on() -> None:
 def test_a_server_dies_with_the_process_that_started_it(repo_root: Path) -> None:
     code = (
         "import os, time\n"
-        "from tests.servers import RedisServer, running\n"
+        "from examples.cluster.servers import RedisServer, running\n"
         "with running(RedisServer) as server:\n"
         "    print(server.process.pid, flush=True)\n"
         "    time.sleep(60)\n"

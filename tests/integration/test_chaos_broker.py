@@ -11,11 +11,11 @@ from contextlib import closing, contextmanager
 import pytest
 from celery import Celery
 
+from examples.cluster.servers import RedisServer, running
 from tests.integration.chaos import LONG, SHORT
 from tests.integration.cluster import Cluster
 from tests.integration.devices import Devices
 from tests.integration.worker_process import wait_until
-from tests.servers import RedisServer, running
 
 MODEL = {"null": "null:?delay_ms=15"}
 RECOVERY_S = 15.0

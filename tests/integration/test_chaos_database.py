@@ -15,6 +15,7 @@ from time import monotonic
 import psutil
 import pytest
 
+from examples.cluster.servers import PostgresServer, S3Server, running
 from tests.integration.clean_run import (
     assert_as_clean,
     assert_survived,
@@ -25,7 +26,6 @@ from tests.integration.clean_run import (
 from tests.integration.cluster import Cluster
 from tests.integration.commit_losses import KINDS, CommitLosses
 from tests.integration.worker_process import wait_until
-from tests.servers import PostgresServer, S3Server, running
 from tests.tcp_proxy import TcpProxy, proxy_before
 
 SLOW = {"null": "null:?delay_ms=10"}

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.cluster.servers import PostgresServer, RedisServer, running
 from tests.integration.cluster import Cluster
 from tests.integration.row_check import check_rows, comparable, read_rows
-from tests.servers import PostgresServer, RedisServer, running
 from tests.tcp_proxy import proxy_before
 
 ONE = pytest.mark.parametrize("cluster", [("postgres", "s3")], indirect=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.child_process import start_child
+from examples.cluster.child_process import start_child
 from tests.integration.cluster import Cluster
 from tests.integration.worker_process import wait_until
 

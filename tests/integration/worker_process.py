@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.child_process import start_child
+from examples.cluster.child_process import start_child
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "gristmill")

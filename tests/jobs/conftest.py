@@ -10,13 +10,13 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, event
 
+from examples.cluster.servers import PostgresServer
 from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.storage.s3.reader import S3File
 from gristmill.jobs.store.database import connect_database
 from gristmill.jobs.store.models import metadata
 from gristmill.jobs.store.store import LEASE_S, Store
 from tests.jobs.cases import Clock
-from tests.servers import PostgresServer
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pytest
 
+from examples.cluster.servers import RedisServer
 from gristmill.jobs import client
 from gristmill.jobs.broker import CONTROL_QUEUE, PLAN_JOB
 from gristmill.jobs.errors import RefusedError, StoreUnavailable
@@ -21,7 +22,6 @@ from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import claim_or_fail, commit_rows, create_job, run_all
-from tests.servers import RedisServer
 
 NOBODY = "redis://:hush@127.0.0.1:1/0"
 

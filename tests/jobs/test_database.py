@@ -10,6 +10,8 @@ import pytest
 from sqlalchemy import Engine, text
 
 import gristmill.jobs.store.database
+from examples.cluster.server_process import free_ports
+from examples.cluster.servers import PostgresServer, running
 from gristmill.jobs.errors import OutputError, RefusedError, StoreError, StoreUnavailable
 from gristmill.jobs.store.database import (
     connect_database,
@@ -19,8 +21,6 @@ from gristmill.jobs.store.database import (
     safe_url,
     write_transaction,
 )
-from tests.server_process import free_ports
-from tests.servers import PostgresServer, running
 from tests.tcp_proxy import TcpProxy, proxy_before
 
 

@@ -10,6 +10,7 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError
 
+from examples.cluster.servers import S3Server
 from gristmill.jobs.errors import (
     OutputError,
     OutputUnavailable,
@@ -21,7 +22,6 @@ from gristmill.jobs.errors import (
 from gristmill.jobs.storage.s3.check import check_s3
 from gristmill.jobs.storage.s3.client import s3_client, s3_errors, split_s3_uri
 from tests.s3_proxy import Fault, S3Proxy, s3_proxy_before
-from tests.servers import S3Server
 
 
 @pytest.fixture

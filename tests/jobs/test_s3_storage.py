@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from examples.cluster.servers import S3Server
 from gristmill.jobs.errors import OutputError, OutputUnavailable, RefusedError
 from gristmill.jobs.storage.hashing_file import HashingFile
 from gristmill.jobs.storage.remote import S3Storage
 from tests.s3_proxy import Fault, S3Proxy, s3_proxy_before
-from tests.servers import S3Server
 
 DATA = bytes(range(256)) * 40
 LARGE = os.urandom(100_000) * 53  # two parts of an upload

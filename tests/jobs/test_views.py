@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from sqlalchemy import insert, text, update
 
+from examples.cluster.servers import PostgresServer
 from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import JobRecord
 from gristmill.jobs.stats import JobStats
@@ -27,7 +28,6 @@ from tests.jobs.cases import (
     create_job,
     run_all,
 )
-from tests.servers import PostgresServer
 
 SAME_NAMES = (
     *("job_id", "idempotency_key", "state", "message", "model", "runner", "priority", "output"),

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from examples.cluster.servers import RedisServer, running
 from gristmill.jobs.broker import (
     ACKNOWLEDGE,
     CONTROL_QUEUE,
@@ -22,7 +23,6 @@ from gristmill.jobs.broker import (
     model_queue,
 )
 from gristmill.worker.serve.celery_app import CeleryHost, DeafnessCheck, build_app
-from tests.servers import RedisServer, running
 from tests.worker.queue_kit import NotingDesk, eventually, plain_client
 
 pytestmark = pytest.mark.filterwarnings("ignore::celery.exceptions.CPendingDeprecationWarning")

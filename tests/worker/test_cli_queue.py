@@ -16,6 +16,7 @@ import pytest
 import typer
 
 import gristmill.worker.cli.main
+from examples.cluster.servers import RedisServer
 from gristmill.jobs.broker import CONTROL_QUEUE
 from gristmill.jobs.owner import current_owner
 from gristmill.jobs.records import WorkerModel
@@ -26,7 +27,6 @@ from gristmill.jobs.store.database import database_url
 from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import claim_next as claim_one
 from tests.jobs.cases import finish_shard, start_job
-from tests.servers import RedisServer
 from tests.worker.conftest import Invoke
 from tests.worker.queue_kit import eventually
 

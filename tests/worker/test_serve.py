@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 
+from examples.cluster.servers import RedisServer, running
 from gristmill.jobs.broker import SUBMIT
 from gristmill.jobs.errors import RefusedError, StoreUnavailable
 from gristmill.jobs.store.database import database_url
 from gristmill.jobs.store.store import open_store
 from gristmill.worker.cli.main import run_cli
 from gristmill.worker.serve.serve import load_allow, load_seconds, wait_for
-from tests.servers import RedisServer, running
 from tests.worker.queue_kit import eventually, plain_client
 
 SECRET_URL = "redis://:hush-hush@127.0.0.1:1/0"
