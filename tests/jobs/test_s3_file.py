@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from examples.cluster.servers import S3Server
 from gristmill.jobs.errors import OutputError, SourceError, SourceUnavailable
 from gristmill.jobs.input.files import open_input, stat_input
 from gristmill.jobs.storage.s3 import reader
 from gristmill.jobs.storage.s3.client import s3_client, split_s3_uri
 from gristmill.jobs.storage.s3.reader import S3File
 from tests.s3_proxy import Fault, S3Proxy, s3_proxy_before
-from tests.servers import S3Server
 
 
 def put(root: str, data: bytes) -> str:

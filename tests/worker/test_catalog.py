@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from examples.cluster.servers import S3Server
 from gristmill.engine.checkpoint.fingerprint import fingerprint
 from gristmill.engine.checkpoint.opening import load_checkpoint, resolve_dtype
 from gristmill.engine.config import EngineOptions
@@ -22,7 +23,6 @@ from gristmill.worker.serve.catalog import Catalog, CatalogEntry, load_catalog
 from gristmill.worker.serve.model_cache import ModelCache
 from tests.engine.tiny_models import build_tiny_gguf, build_tiny_model
 from tests.s3_proxy import Fault, s3_proxy_before
-from tests.servers import S3Server
 
 
 @pytest.fixture(scope="module")
