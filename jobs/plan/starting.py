@@ -56,7 +56,7 @@ def start_planned(
             prompts,
             order.plan,
             storage,
-            lambda: not is_stopping() and store.renew_plan(order.job_id, owner),
+            lambda: not is_stopping() and store.plans.renew(order.job_id, owner),
         )
     except StoppedError:
         return False
@@ -76,14 +76,14 @@ def start_planned(
 
 def discard_unused(store: Store, storage: Storage, reference: str, spool_id: int) -> None:
     """Removes a spool, unless the job of this id or output folder has begun with it."""
-    job = store.find_job(reference)
-    shards = store.spooled_shards(job.job_id) if job is not None else []
+    job = store.jobs.find(reference)
+    shards = store.shards.spooled(job.job_id) if job is not None else []
     if not any(is_spool_of(shard.range, spool_id) for shard in shards):
         delete_spool(storage, spool_id)
 
 
 def _start(store: Store, order: StartOrder, regrouping: Regrouping | None) -> bool:
-    return store.start_job(
+    return store.plans.start(
         order.job_id,
         order.sources,
         order.columns,

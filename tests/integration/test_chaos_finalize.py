@@ -27,7 +27,7 @@ from gristmill.jobs.store.store import open_store
 
 url, lease_s, job_id = sys.argv[1:]
 with open_store(url, lease_s=float(lease_s)) as store:
-    output = store.load_job(job_id).output
+    output = store.jobs.load(job_id).output
     while finalize_job(store, open_storage(output), job_id, current_owner()) != "completed":
         time.sleep(0.05)
 """

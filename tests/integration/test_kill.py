@@ -52,8 +52,8 @@ def wait_until_rows_run(process: subprocess.Popen, output: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
         with open_store(url) as store:
-            job = store.find_job(str(output))
-            running = store.status(job.job_id) if job else None
+            job = store.jobs.find(str(output))
+            running = store.jobs.status(job.job_id) if job else None
             if running and running.owner and f"process {process.pid} " in running.owner:
                 if running.shards.get("running"):
                     return

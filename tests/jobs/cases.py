@@ -62,7 +62,7 @@ def build_plan(*shard_rows: int) -> Plan:
 
 def change_job(store: Store, job: JobRecord, **values: Any) -> None:
     """Writes these columns of the job."""
-    with store._write() as (connection, _):
+    with store.database.write() as (connection, _):
         connection.execute(update(jobs).where(jobs.c.id == job.job_id).values(values))
 
 
@@ -70,7 +70,7 @@ def create_job(
     store: Store, output: Path, *shard_rows: int, owner: Owner | None = None, **spec: Any
 ) -> JobRecord:
     order = JobSpec(input=["tickets.jsonl"], output=str(output), model="null:", **spec)
-    return store.create_job(order, SOURCES, build_plan(*shard_rows), "f" * 32, "i" * 32, SCHEMA, owner)
+    return store.jobs.create(order, SOURCES, build_plan(*shard_rows), "f" * 32, "i" * 32, SCHEMA, owner)
 
 
 def submit_job(
@@ -79,15 +79,15 @@ def submit_job(
     """A job of the queue; with shard_rows it is planned and in progress."""
     key = spec.pop("key", None)
     order = JobSpec(**({"input": ["tickets.jsonl"], "output": str(output), "model": "null"} | spec))
-    job = store.submit_job(order, key).job
+    job = store.submissions.submit(order, key).job
     if shard_rows:
         assert start_job(store, job, *shard_rows, prefix_key=prefix_key)
-    return store.load_job(job.job_id)
+    return store.jobs.load(job.job_id)
 
 
 def start_job(store: Store, job: JobRecord, *shard_rows: int, prefix_key: str | None = None) -> bool:
     plan, schema = build_plan(*shard_rows), SCHEMA.serialize().to_pybytes()
-    return store.start_job(job.job_id, SOURCES, ["text"], plan, schema, "i" * 32, prefix_key)
+    return store.plans.start(job.job_id, SOURCES, ["text"], plan, schema, "i" * 32, prefix_key)
 
 
 def build_pieces(number: int) -> list[PieceRecord]:
@@ -96,14 +96,14 @@ def build_pieces(number: int) -> list[PieceRecord]:
 
 
 def claim_next(store: Store, owner: Owner = ELSEWHERE, warm: Collection[str] = ()) -> ShardClaim:
-    claim = store.claim_next(OFFER, owner, warm)
+    claim = store.claims.next(OFFER, owner, warm)
     assert claim is not None
     return claim
 
 
 def run_queue(store: Store, storage: Storage) -> None:
     """Everything that OFFER can run, to the end of the last shard."""
-    while claim := store.claim_next(OFFER, ELSEWHERE):
+    while claim := store.claims.next(OFFER, ELSEWHERE):
         finish_shard(store, storage, claim)
 
 
@@ -111,7 +111,7 @@ def finish_shard(store: Store, storage: Storage, claim: ShardClaim, num_errors: 
     """Strips and computes what is left of a shard; with num_errors, so many of the rows are errors."""
     if claim.strip_errors:
         part, counts, stats = strip_errors(storage, claim, SCHEMA, SOURCES, "parquet")
-        assert store.commit_shard(claim, part, counts, stats, clear_strip=True)
+        assert store.shards.commit(claim, part, counts, stats, clear_strip=True)
         claim = replace(claim, part=part, strip_errors=False)
     first = claim.range.first_row
     left = sorted(set(range(first, first + claim.range.num_rows)) - load_done_rows(storage, claim.part))
@@ -120,8 +120,8 @@ def finish_shard(store: Store, storage: Storage, claim: ShardClaim, num_errors: 
         results = [build_results(9 if index < num_errors else 1)[0] for index in range(len(left))]
         results = [replace(result, row_index=row) for result, row in zip(results, left, strict=True)]
     part = write_attempt(storage, claim, results, SCHEMA, SOURCES, "parquet")
-    assert store.commit_shard(claim, part, *count_results(results), complete=True)
-    publish_part(storage, store, claim.shard_id, part)
+    assert store.shards.commit(claim, part, *count_results(results), complete=True)
+    publish_part(storage, store.shards, claim.shard_id, part)
     return replace(claim, part=part)
 
 
@@ -167,21 +167,21 @@ def commit_rows(
 ) -> ShardClaim | None:
     """Writes, commits and publishes rows; the claim with its new part, or None when it was lost."""
     part = write_rows(storage, claim, *rows, output_format=output_format)
-    if not store.commit_shard(claim, part, *count_results(build_results(*rows)), **how):
+    if not store.shards.commit(claim, part, *count_results(build_results(*rows)), **how):
         return None
     if publish:
-        publish_part(storage, store, claim.shard_id, part)
+        publish_part(storage, store.shards, claim.shard_id, part)
     return replace(claim, part=part)
 
 
 def claim_or_fail(store: Store, job: JobRecord, owner: Owner = ELSEWHERE) -> ShardClaim:
-    claim = store.claim_shard(job.job_id, owner)
+    claim = store.claims.of_job(job.job_id, owner)
     assert claim is not None
     return claim
 
 
 def run_all(store: Store, storage: Storage, job: JobRecord, output_format: str = "parquet") -> None:
-    while claim := store.claim_shard(job.job_id, ELSEWHERE):
+    while claim := store.claims.of_job(job.job_id, ELSEWHERE):
         rows = range(claim.range.first_row, claim.range.first_row + claim.range.num_rows)
         commit_rows(store, storage, claim, *rows, complete=True, output_format=output_format)
 

@@ -13,9 +13,9 @@ from sqlalchemy import Engine, event
 from examples.cluster.servers import PostgresServer
 from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.storage.s3.reader import S3File
-from gristmill.jobs.store.database import connect_database
+from gristmill.jobs.store.database import Database, connect_database
 from gristmill.jobs.store.models import metadata
-from gristmill.jobs.store.store import LEASE_S, Store
+from gristmill.jobs.store.store import Store, build_store
 from tests.jobs.cases import Clock
 
 
@@ -86,7 +86,7 @@ def store(request: pytest.FixtureRequest, store_url: str, clock: Clock) -> Itera
         link.symlink_to(store_url.removeprefix("sqlite:///"))
     else:
         engine = request.getfixturevalue("_postgres_engine")
-    with Store(engine, clock, LEASE_S) as opened:
+    with build_store(Database(engine, clock)) as opened:
         yield opened
 
 

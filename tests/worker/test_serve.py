@@ -137,7 +137,7 @@ def test_a_submission_of_a_plain_client_becomes_a_job_and_its_prompt_no_log_line
     with open_store(database_url(None)) as store:
 
         def states() -> dict[str | None, str]:
-            return {job.idempotency_key: job.state.value for job in store.list_jobs()}
+            return {job.idempotency_key: job.state.value for job in store.jobs.newest()}
 
         assert eventually(
             lambda: states() == {"good": "in_progress", "bad": "failed", "outside": "failed"}
@@ -145,7 +145,7 @@ def test_a_submission_of_a_plain_client_becomes_a_job_and_its_prompt_no_log_line
             states(),
             worker.text(),
         )
-        messages = {job.idempotency_key: job.message or "" for job in store.list_jobs()}
+        messages = {job.idempotency_key: job.message or "" for job in store.jobs.newest()}
     assert "promt is not an option" in messages["bad"]
     assert "/elsewhere" in messages["outside"]
     assert worker.says("pool: wake m")

@@ -106,7 +106,7 @@ def planned_order(
 
 def create_job(order: LocalOrder, planned: LocalPlan, store: Store, owner: Owner) -> JobRecord:
     """The job in the database, held by `owner`."""
-    return store.create_job(
+    return store.jobs.create(
         order.spec,
         order.sources,
         planned.plan,
@@ -126,7 +126,7 @@ def plan_order(
     Where that pays, its rows are sorted by prefix first. Raises KeyboardInterrupt where that is stopped.
     """
     spec = order.spec
-    learned = store.learned_rows_per_s(order.fingerprint, spec.max_tokens)
+    learned = store.jobs.learned_rows_per_s(order.fingerprint, spec.max_tokens)
     rows_per_s = learned or order.assumed_rows_per_s
     plan = plan_job_shards(
         order.sources,

@@ -76,7 +76,7 @@ class ModelHost:
         self._stop = threading.Event()
         self._book = ActiveShards()
         self._contexts: Contexts | None = None
-        self._shards = ModelShards(store, catalog.offer(entry), owner, self._prefix_keys)
+        self._shards = ModelShards(store.claims, catalog.offer(entry), owner, self._prefix_keys)
         self._feed: EngineSupervisor | None = None
         self._thread = threading.Thread(target=self._run, name=f"host-{entry.name}", daemon=True)
         self._thread.start()
@@ -150,7 +150,7 @@ class ModelHost:
 
     def _build_runner(self, client: EngineClient, model: str, info: EngineInfo) -> ShardRunner:
         options = self._options
-        loader = ContextLoader(self._store, load_tokenizer(model), info, options.allow)
+        loader = ContextLoader(self._store.jobs, load_tokenizer(model), info, options.allow)
         contexts = self._contexts = Contexts(loader.load)
         self._feed = EngineSupervisor(
             client,

@@ -77,7 +77,7 @@ class ModelPool:
 
     def start(self) -> None:
         """Registers the worker, and begins. Raises StoreError when the database refuses."""
-        self._store.register_worker(self.worker_id, self.owner, self.figures().models, self._version)
+        self._store.workers.register(self.worker_id, self.owner, self.figures().models, self._version)
         self._reconciler.start()
         self._thread.start()
 
@@ -100,7 +100,7 @@ class ModelPool:
         is_done = all([host.join(max(0.0, deadline - time.monotonic())) for host in hosts])
         self._reconciler.stop(max(0.0, deadline - time.monotonic()))
         try:
-            self._store.stop_worker(self.worker_id, self.failure)
+            self._store.workers.stop(self.worker_id, self.failure)
         except Unavailable as error:
             logger.warning("the worker could not sign off: %s", error)
         return is_done
@@ -152,13 +152,13 @@ class ModelPool:
 
     def _wanted(self, now: float) -> list[CatalogEntry]:
         """The models that jobs wait for and that are not loaded, those that wait longest first."""
-        names = set(self._store.wanted_models())
+        names = set(self._store.claims.wanted_models())
         wanted = [
             entry
             for entry in self._catalog.entries()
             if entry not in self._hosts
             and any((entry.name, dtype) in names for dtype in entry.accepts)
-            and self._store.has_work(self._catalog.offer(entry))
+            and self._store.claims.has_work(self._catalog.offer(entry))
         ]
         self._wanted_since = {entry: self._wanted_since.get(entry, now) for entry in wanted}
         return sorted(wanted, key=lambda entry: self._wanted_since[entry])
@@ -166,7 +166,7 @@ class ModelPool:
     def _count_peers(self) -> None:
         others = [
             worker
-            for worker in self._store.list_workers()
+            for worker in self._store.workers.load_all()
             if worker.state in ("busy", "idle") and worker.worker_id != self.worker_id
         ]
         for entry, host in self._hosts.items():

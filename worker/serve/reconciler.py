@@ -148,23 +148,25 @@ class Reconciler:
 
     def _beat(self, now: float) -> None:
         figures = self._figures()
-        if not self._store.beat_worker(self._worker_id, *figures):  # it was cleaned away while we were paused
-            self._store.register_worker(self._worker_id, self._owner, figures.models, self._version)
+        if not self._store.workers.beat(
+            self._worker_id, *figures
+        ):  # it was cleaned away while we were paused
+            self._store.workers.register(self._worker_id, self._owner, figures.models, self._version)
 
     def _expire(self, now: float) -> None:
-        for job_id in self._store.expire_jobs():
+        for job_id in self._store.ends.expire():
             logger.info("job %s is past its deadline", job_id)
 
     def _drain(self, now: float) -> None:
-        for job_id in self._store.drain_stopped():
+        for job_id in self._store.ends.drain_stopped():
             self._to_publish.add(job_id)
             logger.info("job %s has stopped", job_id)
 
     def _send_notices(self, now: float) -> None:
-        for notice in self._store.due_notices():
+        for notice in self._store.notices.due():
             if not self._notify(notice.task, [notice.payload], notice.queue or CALLBACK_QUEUE):
                 return  # the broker is away: all of them stay due
-            self._store.notice_sent(notice.job_id, notice.number)
+            self._store.notices.mark_sent(notice.job_id, notice.number)
 
     def _publish(self, now: float) -> None:
         """Parts of stopped jobs that were committed by a process that died before it gave them their names."""
@@ -184,17 +186,17 @@ class Reconciler:
             raise faults[0]
 
     def _publish_job(self, job_id: str) -> None:
-        job = self._store.load_job(job_id)
-        latest = self._store.find_job(job.output)
+        job = self._store.jobs.load(job_id)
+        latest = self._store.jobs.find(job.output)
         if latest is None or latest.job_id != job_id:  # the folder is a newer job's
             return
         storage = open_storage(job.output)
-        for shard_id, part, _ in self._store.unpublished_parts(job_id):
-            publish_part(storage, self._store, shard_id, part)
+        for shard_id, part, _ in self._store.shards.unpublished_parts(job_id):
+            publish_part(storage, self._store.shards, shard_id, part)
 
     def _finalize(self, now: float) -> None:
         """Ends the jobs that have no open shard. One whose place does not answer does not hold up the others."""
-        due = dict.fromkeys([*self._store.jobs_to_finalize(), *sorted(self._unfinished)])
+        due = dict.fromkeys([*self._store.finalizing.waiting(), *sorted(self._unfinished)])
         faults: list[JobsError] = []
         for job_id in due:
             if self._is_stopping():
@@ -211,23 +213,23 @@ class Reconciler:
     def _finalize_job(self, job_id: str) -> None:
         """What can't be repaired by waiting fails the job, with the reason: `resume` tries again."""
         try:
-            output = self._store.load_job(job_id).output
+            output = self._store.jobs.load(job_id).output
             finalize_job(self._store, open_storage(output), job_id, self._owner)
         except (StoreError, Unavailable):
             raise
         except Exception as error:  # the border of a job: else it would be finalizing for ever
             reason = str(error) if isinstance(error, JobsError) else f"internal error, {error!r}"
             logger.warning("job %s can't be finalized: %s", job_id, reason)
-            claim = self._store.claim_finalize(job_id, self._owner)
+            claim = self._store.finalizing.claim(job_id, self._owner)
             if claim is not None:
-                self._store.complete_job(claim, JobState.FAILED, reason)
+                self._store.finalizing.complete(claim, JobState.FAILED, reason)
 
     def _plan(self, now: float) -> None:
         """Plans here what no message has brought to be planned: the broker lost it, or is away."""
-        waiting = self._store.jobs_to_plan()
+        waiting = self._store.plans.waiting()
         self._waiting_since = {job_id: self._waiting_since.get(job_id, now) for job_id in waiting}
         late = [job_id for job_id, since in self._waiting_since.items() if now - since >= PLAN_PATIENCE_S]
-        self._send_pieces(self._store.pieces_to_plan())
+        self._send_pieces(self._store.pieces.waiting())
         faults: list[JobsError] = []
         for job_id in late[:_MAX_PLANS]:
             try:
