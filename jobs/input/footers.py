@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from gristmill.jobs.errors import RefusedError, SourceError
 from gristmill.jobs.input.files import open_input, refuse_unreadable
-from gristmill.jobs.input.sources import Source
+from gristmill.jobs.source import Source
 
 PARQUET_ERRORS = (pa.ArrowException, OSError)
 _STREAM_BYTES = 1 << 20

@@ -20,10 +20,9 @@ from gristmill.jobs.input.formats.jsonl import (
     parse_record,
 )
 from gristmill.jobs.input.formats.parquet import load_parquet_rows
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.plan.cutting import ShardRange
 from gristmill.jobs.row_errors import RowError
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import ShardRange, Source
 
 MAX_SAMPLE_RECORDS = 1000
 _MIN_SAMPLE_RECORDS = 50

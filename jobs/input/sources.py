@@ -10,15 +10,13 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from gristmill.jobs.errors import RefusedError, SourceError
 from gristmill.jobs.input.files import InputStat, is_s3, map_inputs, open_input, refuse_unreadable, stat_input
+from gristmill.jobs.source import Compression, Format, Source
 
-Format = Literal["jsonl", "parquet"]
-Compression = Literal["gzip", "zstd"]
 InputFormat = Literal["auto", "jsonl", "parquet"]
 
 _SUFFIXES: dict[str, Format] = {
@@ -31,25 +29,6 @@ _SUFFIXES: dict[str, Format] = {
     ".parquet": "parquet",
 }
 _OWN_OUTPUT = ("_attempts", "_manifest.json")
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One input file, by absolute path or s3:// URI. `compression` None is none.
-
-    `version` changes when the file does: its mtime in ns, or its ETag.
-    """
-
-    uri: str
-    size_bytes: int
-    version: str
-    format: Format
-    compression: Compression | None = None
-
-    @property
-    def name(self) -> str:
-        """The file's own name, for messages."""
-        return os.path.basename(self.uri)
 
 
 def load_sources(

@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.output.schema import holds_json, kept_fields
 from gristmill.jobs.results import Result
+from gristmill.jobs.source import Source
 from gristmill.jobs.storage.hashing_file import HashingFile
 from gristmill.jobs.values import to_json_text, to_plain
 

@@ -16,11 +16,11 @@ import pyarrow as pa
 
 from gristmill.jobs.crash_points import reach
 from gristmill.jobs.errors import OutputError
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.output import formats as part_formats
 from gristmill.jobs.output.formats import PartRows
 from gristmill.jobs.records import PartFile, ShardClaim
 from gristmill.jobs.results import Result
+from gristmill.jobs.source import Source
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import Storage
 

@@ -6,7 +6,7 @@ Counts newlines and reads Parquet footers; parses no row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,34 +14,13 @@ from gristmill.jobs.errors import SourceError
 from gristmill.jobs.input.files import map_inputs, refuse_unreadable
 from gristmill.jobs.input.footers import load_num_rows, load_row_bytes
 from gristmill.jobs.input.formats.jsonl_scan import RecordEnds, find_record, scan_records
-from gristmill.jobs.input.sources import Source
+from gristmill.jobs.source import Plan, ShardRange, Source
 
 TARGET_SHARD_S = 30.0
 MIN_SHARD_ROWS = 64
 MAX_SHARD_ROWS = 65536
 MAX_UNLEARNED_SHARD_ROWS = 1024
 MAX_KEPT_BYTES = 32 << 20  # of a shard whose columns are kept: its rows are in memory until it is committed
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRange:
-    """A contiguous range of one source. Bytes are of the decompressed stream; 0 for Parquet."""
-
-    shard_index: int
-    source_index: int
-    first_row: int  # row_index of the first record
-    num_rows: int  # rows, blank JSONL records not counted
-    num_records: int  # JSONL records, blank ones counted; Parquet: num_rows
-    byte_offset: int
-    byte_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All shards of a job, in input order; together they hold `num_rows` rows."""
-
-    shards: tuple[ShardRange, ...]
-    num_rows: int
 
 
 def plan_shards(

@@ -10,8 +10,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.plan.cutting import Plan, ShardRange, plan_range
+from gristmill.jobs.plan.cutting import plan_range
+from gristmill.jobs.source import Plan, ShardRange, Source
 
 PIECE_BYTES = 256 << 20
 MAX_INLINE_SOURCES = 8

@@ -16,7 +16,7 @@ from gristmill.jobs.errors import JobIsLive, OutputError, RefusedError, SourceEr
 from gristmill.jobs.identity import job_identity
 from gristmill.jobs.input.footers import load_row_bytes
 from gristmill.jobs.input.reading import load_columns
-from gristmill.jobs.input.sources import Source, load_sources
+from gristmill.jobs.input.sources import load_sources
 from gristmill.jobs.output.publishing import check_output, clear_output
 from gristmill.jobs.output.schema import build_part_schema
 from gristmill.jobs.owner import Owner, current_owner
@@ -24,8 +24,6 @@ from gristmill.jobs.plan.cutting import (
     MAX_KEPT_BYTES,
     MAX_UNLEARNED_SHARD_ROWS,
     MIN_SHARD_ROWS,
-    Plan,
-    ShardRange,
     learned_shard_rows,
     plan_job_shards,
     smaller_shard_rows,
@@ -42,6 +40,7 @@ from gristmill.jobs.plan.pieces import (
 from gristmill.jobs.plan.starting import StartOrder, start_planned
 from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.records import JobRecord
+from gristmill.jobs.source import Plan, ShardRange, Source
 from gristmill.jobs.spec import JobSpec, parse_spec
 from gristmill.jobs.states import RESUMABLE_JOB_STATES, TERMINAL_JOB_STATES, JobState
 from gristmill.jobs.storage.allowed import check_allowed

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gristmill.jobs.errors import JobIsLive, RefusedError
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.owner import Owner
-from gristmill.jobs.plan.cutting import Plan
 from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.regroup.regroup import Regrouping, StoppedError, regroup
 from gristmill.jobs.regroup.spool import delete_spool, is_spool_of
+from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.store import Store

@@ -17,8 +17,6 @@ from typing import Any, BinaryIO, cast
 
 from gristmill.jobs.errors import JobsError
 from gristmill.jobs.input.reading import load_rows
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.plan.cutting import Plan
 from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.regroup.external_sort import ExternalSorter, SortItem
 from gristmill.jobs.regroup.prefix_sharing import PrefixSharing, estimate_sharing
@@ -27,6 +25,7 @@ from gristmill.jobs.regroup.sample import load_windows
 from gristmill.jobs.regroup.spool import Spooled, delete_spool, new_spool_id, write_spool
 from gristmill.jobs.row_errors import RowError, SkipRow
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.storage.hashing_file import write_error

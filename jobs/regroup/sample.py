@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
 from gristmill.jobs.input.reading import load_rows
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.plan.cutting import Plan, ShardRange
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import Plan, ShardRange, Source
 
 MIN_WINDOW_ROWS = 512
 MAX_WINDOW_ROWS = 4096  # of a larger shard: its first rows

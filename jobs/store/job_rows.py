@@ -16,10 +16,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, insert, or_, select, update
 
 from gristmill.jobs.errors import StoreError
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.owner import Owner
-from gristmill.jobs.plan.cutting import Plan, ShardRange
 from gristmill.jobs.records import PRIORITIES, JobRecord, Signal
+from gristmill.jobs.source import Plan, ShardRange, Source
 from gristmill.jobs.states import JOB_STATES_BEFORE, TERMINAL_JOB_STATES, JobState, Runner, ShardState
 from gristmill.jobs.stats import JobStats
 from gristmill.jobs.store.models import events, jobs, shards

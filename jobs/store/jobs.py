@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import and_, case, insert, update
 
 from gristmill.jobs.errors import RefusedError
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.owner import Owner
-from gristmill.jobs.plan.cutting import Plan
 from gristmill.jobs.records import JobRecord, JobStatus, Signal
+from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.states import JobState, Runner
 from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.folder_rows import check_holder, replace_jobs

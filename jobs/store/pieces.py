@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from sqlalchemy import Connection, Row, exists, insert, select, update
 
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.records import LoadedPiece, PieceRecord
+from gristmill.jobs.source import Source
 from gristmill.jobs.states import JobState, Runner
 from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.job_rows import lock_job, plan_values

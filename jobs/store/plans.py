@@ -12,10 +12,9 @@ from typing import Any
 from sqlalchemy import Connection, Row, exists, func, select, update
 
 from gristmill.jobs.errors import RefusedError, StoreError
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.owner import Owner, is_dead
-from gristmill.jobs.plan.cutting import Plan
 from gristmill.jobs.records import JobRecord
+from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.states import JobState
 from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.folder_rows import check_free, check_newest, replace_jobs

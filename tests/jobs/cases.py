@@ -13,15 +13,14 @@ import pyarrow as pa
 import pyarrow.dataset
 from sqlalchemy import update
 
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.output import parts
 from gristmill.jobs.output.parts import strip_errors, write_attempt
 from gristmill.jobs.output.publishing import publish_part
 from gristmill.jobs.output.schema import build_part_schema
 from gristmill.jobs.owner import Owner, current_owner
-from gristmill.jobs.plan.cutting import Plan, ShardRange
 from gristmill.jobs.records import JobRecord, ModelOffer, PartFile, PieceRecord, ShardClaim
 from gristmill.jobs.results import Result
+from gristmill.jobs.source import Plan, ShardRange, Source
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import Storage

@@ -21,12 +21,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from gristmill.jobs.errors import OutputError, RefusedError
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.output.parts import count_part, settle_part, strip_errors, write_attempt
 from gristmill.jobs.output.schema import build_part_schema, holds_json, kept_fields, load_part_schema
-from gristmill.jobs.plan.cutting import ShardRange
 from gristmill.jobs.records import PartFile, ShardClaim
 from gristmill.jobs.results import SKIPPED, Result
+from gristmill.jobs.source import ShardRange, Source
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.storage.hashing_file import HashingFile

@@ -13,9 +13,10 @@ import zstandard
 
 from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.input.formats import jsonl_scan
-from gristmill.jobs.input.sources import Source, load_sources
+from gristmill.jobs.input.sources import load_sources
 from gristmill.jobs.plan import cutting as planning
-from gristmill.jobs.plan.cutting import Plan, ShardRange, plan_job_shards, plan_shards
+from gristmill.jobs.plan.cutting import plan_job_shards, plan_shards
+from gristmill.jobs.source import Plan, ShardRange, Source
 
 
 def write(folder: Path, name: str, data: bytes) -> Source:

@@ -20,9 +20,10 @@ from gristmill.jobs.input import bytestream, reading
 from gristmill.jobs.input.bytestream import ByteStream
 from gristmill.jobs.input.formats import jsonl
 from gristmill.jobs.input.reading import load_columns, load_rows
-from gristmill.jobs.input.sources import Source, load_sources
-from gristmill.jobs.plan.cutting import Plan, plan_shards
+from gristmill.jobs.input.sources import load_sources
+from gristmill.jobs.plan.cutting import plan_shards
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import Plan, Source
 
 
 def write(folder: Path, data: bytes, name: str = "tickets.jsonl") -> Source:

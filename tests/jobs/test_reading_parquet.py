@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from gristmill.jobs.errors import RefusedError, SourceError
 from gristmill.jobs.input.formats import parquet
 from gristmill.jobs.input.reading import load_columns, load_rows
-from gristmill.jobs.input.sources import Source, load_sources
+from gristmill.jobs.input.sources import load_sources
 from gristmill.jobs.plan.cutting import plan_shards
 from gristmill.jobs.prompt.template import PromptTemplate
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import Source
 
 NS = 1_600_000_000_123_456_789
 INSTANT = datetime(2020, 9, 13, 12, 26, 40, 123456)

@@ -17,9 +17,10 @@ from gristmill.jobs.errors import RefusedError, SourceError, SourceUnavailable
 from gristmill.jobs.input.files import stat_input
 from gristmill.jobs.input.formats import parquet
 from gristmill.jobs.input.reading import load_columns, load_rows
-from gristmill.jobs.input.sources import Source, load_sources
-from gristmill.jobs.plan.cutting import Plan, plan_shards
+from gristmill.jobs.input.sources import load_sources
+from gristmill.jobs.plan.cutting import plan_shards
 from gristmill.jobs.plan.pieces import cut_pieces, join_pieces, plan_piece
+from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.storage.s3 import listing
 from gristmill.jobs.storage.s3.client import s3_client, split_s3_uri
 

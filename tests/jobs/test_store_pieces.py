@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gristmill.jobs.input.sources import Source
+from gristmill.jobs.source import Source
 from gristmill.jobs.states import JobState
 from gristmill.jobs.store.store import Store
 from tests.jobs.cases import ELSEWHERE, SOURCES, Clock, build_pieces, dead_owner, start_job, submit_job

@@ -16,14 +16,15 @@ from gristmill.engine.null_engine import is_null_url, parse_null_url
 from gristmill.jobs.errors import JobsError
 from gristmill.jobs.identity import job_identity
 from gristmill.jobs.input.reading import load_columns
-from gristmill.jobs.input.sources import Source, load_sources
+from gristmill.jobs.input.sources import load_sources
 from gristmill.jobs.output.schema import build_part_schema
 from gristmill.jobs.owner import Owner
-from gristmill.jobs.plan.cutting import MAX_KEPT_BYTES, Plan, plan_job_shards
+from gristmill.jobs.plan.cutting import MAX_KEPT_BYTES, plan_job_shards
 from gristmill.jobs.plan.starting import discard_unused
 from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.records import JobRecord
 from gristmill.jobs.regroup.regroup import StoppedError, regroup
+from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.store import Store

@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from gristmill.engine.request import EngineInfo
 from gristmill.engine.text.tokenizer import Tokenizer
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.output.schema import load_part_schema
 from gristmill.jobs.prompt.source import PromptSource
+from gristmill.jobs.source import Source
 from gristmill.jobs.spec import JobSpec, parse_spec
 from gristmill.jobs.storage.allowed import check_allowed
 from gristmill.jobs.storage.folder import Storage, open_storage

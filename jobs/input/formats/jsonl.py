@@ -13,10 +13,9 @@ from typing import Any
 from gristmill.jobs.errors import SourceError
 from gristmill.jobs.input.bytestream import BLOCK_BYTES, BYTE_ORDER_MARK, ByteStream
 from gristmill.jobs.input.cursors import CursorCache
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.plan.cutting import ShardRange
 from gristmill.jobs.row_errors import RowError
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import ShardRange, Source
 
 MAX_LINE_BYTES = 16 << 20
 MAX_DEPTH = 100

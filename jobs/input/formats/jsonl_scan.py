@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill.jobs.input.bytestream import BYTE_ORDER_MARK, ByteStream
-from gristmill.jobs.input.sources import Source
+from gristmill.jobs.source import Source
 
 _SCAN_BYTES = 4 << 20
 _SEARCH_BYTES = 64 << 10

@@ -15,10 +15,9 @@ from gristmill.jobs.errors import SourceError
 from gristmill.jobs.input.cursors import CursorCache
 from gristmill.jobs.input.files import expect_ranges, open_input
 from gristmill.jobs.input.footers import PARQUET_ERRORS, open_parquet_file
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.plan.cutting import ShardRange
 from gristmill.jobs.row_errors import RowError
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import ShardRange, Source
 
 MAX_VALUE_BYTES = 16 << 20
 _DECODE_ROWS = 128  # a batch that Arrow decodes at once: a tiny file can expand to gigabytes
