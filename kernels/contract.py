@@ -251,7 +251,7 @@ class Backend(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight. x: [num_rows, size]; weight: [size]."""
+        """x / sqrt(mean(x^2) + eps) * weight. x: [num_rows, size]; weight: [size]."""
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:

@@ -149,14 +149,21 @@ def test_no_import_runs_in_a_circle() -> None:
             return
         seen[relative] = False
         for each in sorted(imported_files(relative)):
-            if each.startswith("kernels/"):
-                continue
             walk(each, (*path, relative))
         seen[relative] = True
 
     for relative in FILES:
-        if not relative.startswith("kernels/"):
-            walk(relative, ())
+        walk(relative, ())
+
+
+def test_the_engine_knows_the_contract_of_the_kernels_and_none_of_the_devices() -> None:
+    known = {f"kernels/{name}.py" for name in ("contract", "dispatch", "linear", "quantized", "reference")}
+    guilty = []
+    for relative in FILES:
+        if relative.startswith("engine/"):
+            found = {path for path in imported_files(relative) if path.startswith("kernels/")}
+            guilty += [f"{relative} imports {path}" for path in sorted(found - known)]
+    assert not guilty
 
 
 def test_only_what_may_imports_torch() -> None:
