@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from gristmill.engine.checkpoint.fingerprint import fingerprint
-from gristmill.engine.checkpoint.json_files import load_json_object
 from gristmill.engine.checkpoint.opening import Checkpoint, load_checkpoint
 from gristmill.engine.checkpoint.tensor_sources import TensorSource
 from gristmill.engine.checkpoint.weight_names import expected_shapes
 from gristmill.engine.checkpoint.weights import load_part
 from gristmill.engine.config import ModelConfig
 from gristmill.engine.errors import ModelRefused
+from gristmill.engine.model_files import load_json_object
 from gristmill.engine.quantize.awq import quantize_awq
 from gristmill.engine.quantize.calibration import CalibrationText, build_sequences, load_text
 from gristmill.engine.quantize.gptq import quantize_gptq
