@@ -14,9 +14,11 @@ from math import prod
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from gristmill.engine.batch.scheduler import Scheduler
 from gristmill.engine.checkpoint.opening import Checkpoint, check_quantization, load_checkpoint, resolve_dtype
+from gristmill.engine.checkpoint.weight_names import expected_shapes
 from gristmill.engine.checkpoint.weights import Weight, dequantized, iterate_weights, load_part, quantized
 from gristmill.engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
 from gristmill.engine.engine import Engine
@@ -26,7 +28,7 @@ from gristmill.engine.model.kv_scales import calibrate_kv_scales, is_kv_scale, t
 from gristmill.engine.model.runner import ModelRunner
 from gristmill.engine.quantize.rtn import default_group_size, quantize_rtn
 from gristmill.engine.request import EngineInfo
-from gristmill.engine.text.tokenizer import Tokenizer, load_tokenizer
+from gristmill.engine.text.tokenizer import NullTokenizer, Tokenizer, load_tokenizer
 from gristmill.kernels import dispatch
 from gristmill.kernels.contract import Backend, KVScales
 from gristmill.kernels.quantized import Kind
@@ -191,3 +193,27 @@ def num_kv_blocks(config: ModelConfig, options: EngineOptions, dtype: torch.dtyp
             f"a KV cache of {wanted} bytes holds no two blocks of {block_bytes}; free memory or choose a smaller model"
         )
     return int(wanted // block_bytes)
+
+
+def build_random_engine(config: ModelConfig, options: EngineOptions, name: str) -> Engine:
+    """An engine of the shape, ready to step; its tokenizer is the one of bytes."""
+    dtype: torch.dtype = getattr(torch, resolve_dtype(options.dtype))
+    weights = choose_weights(config, random_weights(config, dtype), dtype, options)
+    return assemble_engine(
+        ModelParts(config, weights, NullTokenizer(), name), options, choose_backend(options)
+    )
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Pairs (Hugging Face name, tensor) of every tensor that the model reads, made one at a time.
+
+    Norms are ones; a matrix is scaled by its inputs, so that activations neither vanish nor overflow.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in expected_shapes(config).items():
+        if name.endswith(("norm.weight", ".bias")):
+            fill = 0.0 if name.endswith(".bias") else 1.0
+            yield name, torch.full(shape, fill, dtype=dtype)
+            continue
+        tensor = torch.empty(shape, dtype=dtype)
+        yield name, tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)

@@ -39,7 +39,7 @@ TORCH = (
         "engine/build.py",
         "engine/engine.py",
     ),
-    *("engine/checkpoint/weights.py", "engine/checkpoint/formats/"),
+    *("engine/checkpoint/gguf_codes.py", "engine/checkpoint/weights.py", "engine/checkpoint/formats/"),
 )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from gristmill.engine.checkpoint.architectures import ARCHITECTURES, Architecture
 from gristmill.engine.checkpoint.eos import hf_eos_token_ids
-from gristmill.engine.checkpoint.json_files import load_json_object
 from gristmill.engine.config import ModelConfig, RopeScaling
 from gristmill.engine.errors import ModelRefused
+from gristmill.engine.model_files import load_json_object
 
 
 def hf_model_config(folder: Path) -> ModelConfig:

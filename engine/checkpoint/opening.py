@@ -15,13 +15,12 @@ from gristmill.engine.checkpoint.formats.quantization_config import load_plan
 from gristmill.engine.checkpoint.gguf import GGUFFile, load_gguf
 from gristmill.engine.checkpoint.gguf_config import gguf_model_config
 from gristmill.engine.checkpoint.hf_config import hf_model_config
-from gristmill.engine.checkpoint.json_files import load_json_object
-from gristmill.engine.checkpoint.model_path import find_model_kind
 from gristmill.engine.checkpoint.safetensors_header import load_headers
 from gristmill.engine.checkpoint.tensor_sources import QuantizedSource, TensorSource, gather_quantized
 from gristmill.engine.checkpoint.weight_names import check_tensors, hf_name
 from gristmill.engine.config import ModelConfig
 from gristmill.engine.errors import ModelRefused
+from gristmill.engine.model_files import find_model_kind, load_json_object
 from gristmill.kernels.dispatch import default_dtype
 
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

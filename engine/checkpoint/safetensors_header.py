@@ -13,9 +13,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from gristmill.engine.checkpoint.json_files import load_json_object
-from gristmill.engine.checkpoint.model_path import open_model_file
 from gristmill.engine.errors import ModelRefused
+from gristmill.engine.model_files import load_json_object, open_model_file
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # Bytes of an element; what a tensor may be of is decided by what it is.

@@ -57,7 +57,7 @@ class Model:
     ) -> None:
         self.config, self.backend = config, backend
         self.dtype = backend.activation_dtype(dtype)
-        loader = _LayerLoader(config, backend, self.dtype)
+        loader = LayerLoader(config, backend, self.dtype)
         for name, tensor in weights:
             loader.take(name, tensor)
         self.layers = loader.layers()
@@ -160,7 +160,7 @@ def max_head_rows(vocab_size: int) -> int:
     return min(max(rows, MIN_HEAD_ROWS), MAX_HEAD_ROWS)
 
 
-class _LayerLoader:
+class LayerLoader:
     """Takes tensors in any order and packs a linear as soon as its parts are there, so that few are held twice."""
 
     def __init__(self, config: ModelConfig, backend: Backend, dtype: torch.dtype) -> None:
@@ -187,7 +187,7 @@ class _LayerLoader:
 
     def layers(self) -> list[LayerWeights]:
         """The layers, in order. Raises ModelRefused naming what is missing."""
-        return [self._layer(f"model.layers.{i}.") for i in range(self.config.num_layers)]
+        return [self.layer(index) for index in range(self.config.num_layers)]
 
     def pop(self, name: str) -> Weight:
         """One weight that is not part of a layer's linears."""
@@ -203,7 +203,9 @@ class _LayerLoader:
         assert isinstance(weight, Tensor), f"{name} is in codes"
         return weight.to(self.backend.device, self.dtype)
 
-    def _layer(self, base: str) -> LayerWeights:
+    def layer(self, index: int) -> LayerWeights:
+        """One layer."""
+        base = f"model.layers.{index}."
         return LayerWeights(
             input_norm=self.pop_norm(base + "input_layernorm.weight"),
             qkv=self._take(self.linears, base + "qkv"),

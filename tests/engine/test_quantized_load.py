@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 
+from gristmill.engine.build import build_random_engine
 from gristmill.engine.checkpoint.fingerprint import fingerprint
 from gristmill.engine.checkpoint.opening import load_checkpoint
 from gristmill.engine.checkpoint.weights import iterate_weights
 from gristmill.engine.config import EngineOptions
 from gristmill.engine.errors import ModelRefused
-from gristmill.engine.model.random_weights import build_random_engine
 from gristmill.engine.quantize.rtn import default_group_size, quantize_rtn
 from gristmill.kernels.cpu import backend as cpu_backend
 from gristmill.kernels.quantized import QuantizedTensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gristmill.engine.build import random_weights
 from gristmill.engine.checkpoint.weight_names import check_tensors
 from gristmill.engine.config import ModelConfig
 from gristmill.engine.measure.roofline import (
@@ -15,7 +16,6 @@ from gristmill.engine.measure.roofline import (
     estimate_run,
     estimate_step,
 )
-from gristmill.engine.model.random_weights import random_weights
 from gristmill.engine.step_trace import StepRecord
 
 CONFIG = ModelConfig(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from gristmill.engine.build import random_weights
 from gristmill.engine.config import ModelConfig
 from gristmill.engine.model.decoder import Model
-from gristmill.engine.model.random_weights import random_weights
 from gristmill.engine.quantize.rtn import quantize_rtn
 from gristmill.kernels.contract import AttentionBatch, Backend, KVCache, KVScales, LayerStack
 from gristmill.kernels.cpu.backend import CpuBackend
