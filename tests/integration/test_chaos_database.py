@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from examples.cluster.servers import PostgresServer, S3Server, running
+from tests.integration.chaos import LONG
 from tests.integration.clean_run import (
     assert_as_clean,
     assert_survived,
@@ -165,7 +166,7 @@ def test_sigterm_inside_a_commit_leaves_no_shard_running(cluster: Cluster) -> No
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("cluster", [("postgres", "s3")], indirect=True, ids="-".join)
+@LONG
 def test_no_shard_stays_running_after_twenty_sigterms(cluster: Cluster) -> None:
     expected = cluster.write_rows("in.jsonl", 5000)
     workers = [cluster.start_worker(SLOW) for _ in range(2)]

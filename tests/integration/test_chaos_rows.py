@@ -183,7 +183,7 @@ def test_a_worker_on_an_ill_machine_ends_and_blames_no_row(cluster: Cluster) -> 
 
 @SHORT
 def test_a_cancelled_job_goes_on_where_it_was(cluster: Cluster) -> None:
-    check_stops(cluster, num_rows=800, shard_rows=20, num_cancels=1, num_workers=1)
+    check_stops(cluster, num_rows=400, shard_rows=20, num_cancels=1, num_workers=1)
 
 
 @LONG

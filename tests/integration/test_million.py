@@ -15,10 +15,10 @@ import pytest
 import redis
 
 from gristmill.jobs.client import results
+from tests.integration.chaos import LONG
 from tests.integration.cluster import TERMINAL, Cluster
 from tests.integration.worker_process import WorkerProcess
 
-ALL_REAL = pytest.mark.parametrize("cluster", [("postgres", "s3")], indirect=True)
 MIB = 1 << 20
 
 
@@ -104,7 +104,7 @@ def assert_flat(values: list[int], slack: float, what: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@ALL_REAL
+@LONG
 def test_a_million_rows_keep_memory_files_and_keys_flat(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
