@@ -147,7 +147,7 @@ def test_a_broker_that_forgets_and_dies_delays_nothing(cluster: Cluster) -> None
         cluster.wait_started(job_id)
         queued = forget_everything(cluster, redis, 4)
         flushed_at = time.time()
-        check_outage(cluster, redis, 4.0, job_id)
+        check_outage(cluster, redis, 10.0, job_id)
         assert check_done(cluster, queued, flushed_at) <= RECOVERY_S
         cluster.assert_whole(job_id, expected)
 
