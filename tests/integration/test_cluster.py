@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from examples.cluster.servers import PostgresServer, RedisServer, running
-from tests.integration.chaos import LONG, SHORT
+from tests.integration.chaos import SHORT
 from tests.integration.cluster import Cluster
 from tests.integration.row_check import check_rows, read_rows
 from tests.tcp_proxy import proxy_before
@@ -46,20 +46,6 @@ def test_two_workers_run_what_a_plain_celery_client_submits_each_row_once(cluste
     progress = cluster.progress(job_id)
     assert (progress["rows"], progress["completed"], progress["shards_done"]) == (105, 105, 11)
     assert len(cluster.query("SELECT id FROM jobs")) == 1
-
-
-@pytest.mark.long
-@LONG
-def test_a_killed_worker_costs_no_row_and_doubles_none(cluster: Cluster) -> None:
-    expected = cluster.write_rows("in.jsonl", 200)
-    first = cluster.start_worker(SLOW)
-    job_id = cluster.submit("in.jsonl", "out", shard_rows=20)
-    cluster.wait_rows(job_id, 20)
-    first.kill()
-    assert cluster.check(job_id, expected).doubled == ()
-    cluster.start_worker(SLOW)
-    cluster.wait_done(job_id)
-    cluster.assert_whole(job_id, expected)
 
 
 @SHORT
