@@ -140,7 +140,7 @@ def check_flush(cluster: Cluster, redis: RedisServer, num_queued: int = 4) -> No
 @SHORT
 def test_a_broker_that_forgets_and_dies_delays_nothing(cluster: Cluster) -> None:
     with own_broker(cluster) as redis:
-        expected = cluster.write_rows("in.jsonl", 2000)
+        expected = cluster.write_rows("in.jsonl", 1000)
         cluster.write_rows("small.jsonl", 20)
         start_workers(cluster)
         job_id = cluster.submit("in.jsonl", "out", shard_rows=50)

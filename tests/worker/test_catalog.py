@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,8 @@ def test_a_model_has_an_entry_for_auto_and_one_for_the_other_dtype(tiny: Path) -
 
 def test_a_workers_settings_are_part_of_the_fingerprints(tiny: Path) -> None:
     model = [f"t={tiny / 'tiny-0.5'}"]
-    plain, packed = (
-        load_catalog(model),
-        load_catalog(model, engine_options=EngineOptions(quantization="int8")),
-    )
+    plain = load_catalog(model)
+    packed = load_catalog(model, engine_options=EngineOptions(quantization="int8"))
     for a, b in zip(plain.entries(), packed.entries(), strict=True):
         assert a.fingerprint != b.fingerprint
         packed.check_unchanged(b)
@@ -186,16 +184,9 @@ def test_a_copy_is_made_once_and_again_when_the_model_changes(
 
 def test_several_processes_at_once_make_one_copy(tiny: Path, s3_root: str, tmp_path: Path) -> None:
     upload(s3_root, {"twin.gguf": tiny / "twin.gguf"})
-    found: list[Path] = []
-    fetch = ModelCache(tmp_path).fetch
-    threads = [threading.Thread(target=lambda: found.append(fetch(f"{s3_root}/twin.gguf"))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert len(set(found)) == 1
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [found[0].parent]
+    with ThreadPoolExecutor(4) as pool:
+        [place] = set(pool.map(ModelCache(tmp_path).fetch, [f"{s3_root}/twin.gguf"] * 4))
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [place.parent]
 
 
 def test_what_a_killed_process_left_half_copied_is_replaced(tiny: Path, s3_root: str, tmp_path: Path) -> None:

@@ -65,12 +65,8 @@ def test_a_submission_becomes_a_job_and_is_planned_by_whoever_hears_the_notifier
     handlers: MessageHandlers, notifiers: Notifications, order: dict[str, Any]
 ) -> None:
     job = handlers.submit(order, "task-1")
-    assert (job.state, job.runner, job.model, job.idempotency_key) == (
-        JobState.VALIDATING,
-        Runner.WORKERS,
-        "m",
-        "task-1",
-    )
+    assert (job.state, job.runner) == (JobState.VALIDATING, Runner.WORKERS)
+    assert (job.model, job.idempotency_key) == ("m", "task-1")
     assert notifiers.notified == [(PLAN_JOB, [job.job_id], CONTROL_QUEUE)]
 
 
@@ -79,12 +75,9 @@ def test_the_same_message_again_is_the_same_job(
 ) -> None:
     first = handlers.submit(order, "task-1")
     assert handlers.submit(order, "task-1").job_id == first.job_id
-    keyed = handlers.submit(order | {"idempotency_key": "nightly"}, "task-2")
-    assert (
-        handlers.submit(order | {"idempotency_key": "nightly"}, "task-3").job_id
-        == keyed.job_id
-        != first.job_id
-    )
+    order["idempotency_key"] = "nightly"
+    keyed = handlers.submit(order, "task-2")
+    assert handlers.submit(order, "task-3").job_id == keyed.job_id != first.job_id
     assert len(store.jobs.newest()) == 2
     assert len(notifiers.notified) == 2
 
@@ -170,9 +163,8 @@ def test_workers_that_offer_the_model_are_notified_once_a_shard_at_most(
     handlers.plan_job(job.job_id)
     num_shards = store.jobs.load(job.job_id).num_shards
     assert 1 < num_shards
-    assert notifiers.notified == [(RUN_SHARDS, ["m"], "gristmill.model.m")] * min(
-        num_shards - 1, messages.MAX_NOTIFICATIONS
-    )
+    num_told = min(num_shards - 1, messages.MAX_NOTIFICATIONS)
+    assert notifiers.notified == [(RUN_SHARDS, ["m"], "gristmill.model.m")] * num_told
 
 
 def test_a_stale_hint_does_nothing(
