@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-Format = Literal["jsonl", "parquet"]
 Compression = Literal["gzip", "zstd"]
 
 
@@ -20,7 +19,7 @@ class Source:
     uri: str
     size_bytes: int
     version: str
-    format: Format
+    format: str  # a name of jobs/input/formats/registry.py
     compression: Compression | None = None
 
     @property
@@ -31,13 +30,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """A contiguous range of one source. Bytes are of the decompressed stream; 0 for Parquet."""
+    """A contiguous range of one source. Bytes are of the decompressed stream; 0 where a footer counts rows."""
 
     shard_index: int
     source_index: int
     first_row: int  # row_index of the first record
     num_rows: int  # rows, blank JSONL records not counted
-    num_records: int  # JSONL records, blank ones counted; Parquet: num_rows
+    num_records: int  # records that were scanned, blank ones counted; else num_rows
     byte_offset: int
     byte_size: int
 

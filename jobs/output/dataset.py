@@ -10,14 +10,13 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
+from gristmill.jobs.output.formats.registry import format_of_part
 from gristmill.jobs.output.schema import load_part_schema
 from gristmill.jobs.records import JobRecord, PartFile
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.storage.s3.client import s3_client, split_s3_uri
 from gristmill.jobs.store.shards import Shards
-
-_FORMATS = {"parquet": "parquet", "jsonl": "json"}
 
 
 def load_dataset(shards: Shards, job: JobRecord) -> ds.Dataset:
@@ -29,7 +28,7 @@ def load_dataset(shards: Shards, job: JobRecord) -> ds.Dataset:
     names = [part.path if is_settled else _find(storage, part) for part in parts if part.bytes]
     if not names:
         return ds.dataset(schema.empty_table())
-    kind = _FORMATS[str(job.spec.get("output_format") or "parquet")]
+    kind = format_of_part(names[0]).dataset_format
     return ds.dataset(sorted(names), schema=schema, format=kind, filesystem=_build_files(storage.root))
 
 

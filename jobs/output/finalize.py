@@ -14,7 +14,7 @@ from typing import Any
 
 from gristmill.jobs.crash_points import reach
 from gristmill.jobs.errors import OutputError
-from gristmill.jobs.output.formats import PartRows
+from gristmill.jobs.output.formats.base import PartRows
 from gristmill.jobs.output.parts import ATTEMPTS_FOLDER, count_part, load_done_rows
 from gristmill.jobs.output.publishing import MANIFEST_NAME, list_attempts, remove_strays
 from gristmill.jobs.owner import Owner

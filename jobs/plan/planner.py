@@ -14,8 +14,7 @@ from functools import partial
 
 from gristmill.jobs.errors import JobIsLive, OutputError, RefusedError, SourceError, Unavailable
 from gristmill.jobs.identity import job_identity
-from gristmill.jobs.input.footers import load_row_bytes
-from gristmill.jobs.input.reading import load_columns
+from gristmill.jobs.input.reading import is_typed, load_columns
 from gristmill.jobs.input.sources import load_sources
 from gristmill.jobs.output.publishing import check_output, clear_output
 from gristmill.jobs.output.schema import build_part_schema
@@ -25,6 +24,7 @@ from gristmill.jobs.plan.cutting import (
     MAX_UNLEARNED_SHARD_ROWS,
     MIN_SHARD_ROWS,
     learned_shard_rows,
+    load_row_bytes,
     plan_job_shards,
     smaller_shard_rows,
 )
@@ -160,8 +160,7 @@ def _check_order(store: Store, job: JobRecord, allow: Sequence[str]) -> _Checked
     check_allowed([source.uri for source in sources], allow)
     columns = load_columns(sources)
     PromptSource(spec, columns)
-    any_jsonl = any(source.format == "jsonl" for source in sources)
-    schema = build_part_schema(spec.keep, columns, any_jsonl)
+    schema = build_part_schema(spec.keep, columns, is_typed(sources))
     identity = job_identity(sources, spec, f"{spec.model}:{spec.dtype}")  # workers map the name to weights
     return _CheckedOrder(
         spec=spec,
@@ -246,8 +245,7 @@ def _plan_piece(store: Store, spec: JobSpec, source: Source, piece: PlanPiece) -
     ranges = plan_piece(source, piece, shard_rows)
     if not spec.keep or spec.shard_rows is not None:
         return ranges
-    row_bytes = [load_row_bytes(source)] if source.format == "parquet" else []
-    fewer = smaller_shard_rows(ranges, row_bytes, MAX_KEPT_BYTES)
+    fewer = smaller_shard_rows(ranges, [load_row_bytes(source)], MAX_KEPT_BYTES)
     return ranges if fewer is None else plan_piece(source, piece, fewer)
 
 

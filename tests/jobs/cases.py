@@ -27,7 +27,7 @@ from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.models import jobs
 from gristmill.jobs.store.store import Store
 
-SCHEMA = build_part_schema([], {}, any_jsonl=True)
+SCHEMA = build_part_schema([], {}, are_typed=False)
 SOURCES = [Source("/data/tickets.jsonl", 1000, "1", "jsonl")]
 ELSEWHERE = Owner("elsewhere", "boot", 7, 7)  # a process of which only its lease can be known
 OTHER_PLACE = Owner("other-place", "boot", 8, 8)

@@ -17,7 +17,7 @@ import pytest
 import gristmill.jobs.output.finalize
 from gristmill.jobs.errors import OutputError
 from gristmill.jobs.output.finalize import finalize_job
-from gristmill.jobs.output.formats import PartRows
+from gristmill.jobs.output.formats.base import PartRows
 from gristmill.jobs.output.parts import count_part
 from gristmill.jobs.owner import current_owner
 from gristmill.jobs.records import FinalizeClaim, PartFile

@@ -258,7 +258,7 @@ def test_of_many_files_some_are_sampled(tmp_path: Path, monkeypatch: pytest.Monk
         opened.append(source.name)
         return ByteStream(source)
 
-    monkeypatch.setattr(reading, "ByteStream", count)
+    monkeypatch.setattr(jsonl, "ByteStream", count)
     sources = [write(tmp_path, b'{"a%d": 1}\n' % n, f"{n:02}.jsonl") for n in range(10)]
     assert set(load_columns(sources)) == {"a0", "a3", "a6", "a9"}
     assert sorted(opened) == ["00.jsonl", "03.jsonl", "06.jsonl", "09.jsonl"]

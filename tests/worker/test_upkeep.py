@@ -97,7 +97,7 @@ class Shop:
     def commit(self, claim: ShardClaim, *rows: int, publish: bool = True, complete: bool = True) -> None:
         job = self.store.jobs.load(claim.job_id)
         storage = open_storage(job.output)
-        schema = build_part_schema([], {}, any_jsonl=True)
+        schema = build_part_schema([], {}, are_typed=False)
         results = build_results(*rows)
         part = write_attempt(storage, claim, results, schema, job.sources, "parquet")
         assert self.store.shards.commit(claim, part, *count_results(results), complete=complete)

@@ -15,7 +15,7 @@ from gristmill.engine.checkpoint.opening import check_quantization, load_checkpo
 from gristmill.engine.null_engine import is_null_url, parse_null_url
 from gristmill.jobs.errors import JobsError
 from gristmill.jobs.identity import job_identity
-from gristmill.jobs.input.reading import load_columns
+from gristmill.jobs.input.reading import is_typed, load_columns
 from gristmill.jobs.input.sources import load_sources
 from gristmill.jobs.output.schema import build_part_schema
 from gristmill.jobs.owner import Owner
@@ -58,8 +58,7 @@ def load_order(spec: JobSpec) -> LocalOrder:
     sources = load_sources(spec.input, spec.input_format, spec.output)
     columns = load_columns(sources)
     prompt_source = PromptSource(spec, columns)
-    any_jsonl = any(source.format == "jsonl" for source in sources)
-    schema = build_part_schema(spec.keep, columns, any_jsonl)
+    schema = build_part_schema(spec.keep, columns, is_typed(sources))
     if is_null_url(spec.model):
         parse_null_url(spec.model)
     else:

@@ -9,7 +9,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import pyarrow as pa
 
@@ -33,7 +32,7 @@ class OutputTarget:
 
     storage: Storage
     schema: pa.Schema
-    output_format: Literal["parquet", "jsonl"]
+    output_format: str
     sources: Sequence[Source]
 
 
