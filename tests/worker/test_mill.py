@@ -18,6 +18,7 @@ from gristmill.jobs.spec import parse_spec
 from gristmill.jobs.states import JobState
 from gristmill.jobs.store.store import Store, open_store
 from gristmill.worker.serve.catalog import load_catalog
+from gristmill.worker.serve.model_host import HostOptions
 from gristmill.worker.serve.model_pool import ModelPool
 from tests.jobs.cases import change_job
 
@@ -58,12 +59,9 @@ class Yard:
         pool = ModelPool(
             self.store,
             load_catalog(models or ["null=null:?delay_ms=1"]),
-            allow=[str(self.kit.folder)],
+            HostOptions([str(self.kit.folder)], EngineOptions(), LEASE_S, engine_timeout_s=5.0),
             max_models=max_models,
-            engine_options=EngineOptions(),
             notify=lambda task, args, queue: True,
-            lease_s=LEASE_S,
-            engine_timeout_s=5.0,
         )
         pool.start()
         self.pools.append(pool)

@@ -24,7 +24,7 @@ from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import open_storage
 from gristmill.jobs.store.pieces import PIECES_AGAIN_S
 from gristmill.jobs.store.store import Store, open_store
-from gristmill.worker.serve.reconciler import PLAN_PATIENCE_S, Reconciler, WorkerFigures
+from gristmill.worker.serve.reconciler import PLAN_PATIENCE_S, Reconciler, WorkerFigures, WorkerIdentity
 from tests.jobs.cases import ELSEWHERE, Clock, build_results, count_results
 
 OFFER = ModelOffer("tiny", ("auto", "float32"), "f" * 32)
@@ -46,10 +46,8 @@ class Shop:
         store.workers.register("w1", current_owner(), MODELS, "1.0")
         self.reconciler = Reconciler(
             store,
-            current_owner(),
-            "w1",
+            WorkerIdentity("w1", current_owner(), [str(folder)]),
             self._notify,
-            [str(folder)],
             lambda: self.is_stopping,
             lambda: WorkerFigures(MODELS, 2, 512),
             self._wake,

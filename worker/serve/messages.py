@@ -17,6 +17,7 @@ from gristmill.jobs.broker import (
     PLAN_PIECE,
     RUN_SHARDS,
     SUBMIT,
+    Notify,
     model_queue,
 )
 from gristmill.jobs.errors import JobsError, RefusedError, StoreError, Unavailable
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 RETRY_S = 1.0
 MAX_KEY_CHARS = 255
 MAX_NOTIFICATIONS = 8  # for one job: more workers than that find it by themselves
-Notify = Callable[[str, Sequence[Any], str], bool]
 
 logger = logging.getLogger(__name__)
 

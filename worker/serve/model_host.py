@@ -20,7 +20,12 @@ from gristmill.jobs.owner import Owner
 from gristmill.jobs.store.store import Store
 from gristmill.worker.engine.client import EngineClient
 from gristmill.worker.engine.credit_window import credit_window
-from gristmill.worker.engine.supervisor import LOAD_TIMEOUT_S, MAX_LOAD_DEATHS, EngineSupervisor
+from gristmill.worker.engine.supervisor import (
+    ENGINE_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    MAX_LOAD_DEATHS,
+    EngineSupervisor,
+)
 from gristmill.worker.run.active_shards import ActiveShards
 from gristmill.worker.run.committer import Committer
 from gristmill.worker.run.job_context import ContextLoader, Contexts
@@ -41,7 +46,7 @@ class HostOptions:
     allow: Sequence[str]
     engine_options: EngineOptions
     lease_s: float
-    engine_timeout_s: float
+    engine_timeout_s: float = ENGINE_TIMEOUT_S
 
 
 class LogDisplay:

@@ -10,24 +10,20 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from gristmill.engine.config import EngineOptions
+from gristmill.jobs.broker import Notify
 from gristmill.jobs.errors import JobsError, Unavailable
 from gristmill.jobs.owner import Owner, current_owner
 from gristmill.jobs.records import WorkerModel
 from gristmill.jobs.store.store import Store
-from gristmill.worker.engine.supervisor import ENGINE_TIMEOUT_S
 from gristmill.worker.serve.catalog import Catalog, CatalogEntry
 from gristmill.worker.serve.model_host import HostOptions, ModelHost
-from gristmill.worker.serve.reconciler import Reconciler, WorkerFigures
+from gristmill.worker.serve.reconciler import Reconciler, WorkerFigures, WorkerIdentity
 
 TICK_S = 2.0
 IDLE_S = 5.0  # a model with no work for so long makes room for another
 PATIENCE_S = 60.0  # a model that waits for longer gets room when the shards at hand are done
-
-Notify = Callable[[str, list[Any], str], bool]
 
 logger = logging.getLogger(__name__)
 
@@ -39,41 +35,29 @@ class ModelPool:
         self,
         store: Store,
         catalog: Catalog,
+        options: HostOptions,
         *,
-        allow: Sequence[str],
         max_models: int,
-        engine_options: EngineOptions,
         notify: Notify,
-        lease_s: float,
-        engine_timeout_s: float = ENGINE_TIMEOUT_S,
         version: str = "",
     ) -> None:
         self.owner: Owner = current_owner()
         self.worker_id = f"worker_{uuid.uuid4().hex[:16]}"
-        self.allow = tuple(allow)
+        self.allow = tuple(options.allow)
         self.failure: str | None = None
         self._store = store
         self._catalog = catalog
         self._max_models = max_models
         self._version = version
-        self._options = HostOptions(self.allow, engine_options, lease_s, engine_timeout_s)
+        self._options = options
         self._hosts: dict[CatalogEntry, ModelHost] = {}
         self._idle_since: dict[CatalogEntry, float] = {}
         self._wanted_since: dict[CatalogEntry, float] = {}
         self._stopping = threading.Event()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pool", daemon=True)
-        self._reconciler = Reconciler(
-            store,
-            self.owner,
-            self.worker_id,
-            notify,
-            allow,
-            self._stopping.is_set,
-            self.figures,
-            self.wake,
-            version,
-        )
+        identity = WorkerIdentity(self.worker_id, self.owner, self.allow, version)
+        self._reconciler = Reconciler(store, identity, notify, self._stopping.is_set, self.figures, self.wake)
 
     def start(self) -> None:
         """Registers the worker, and begins. Raises StoreError when the database refuses."""

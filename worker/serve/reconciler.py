@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gristmill.jobs.broker import CALLBACK_QUEUE, CONTROL_QUEUE, PLAN_PIECE
+from gristmill.jobs.broker import CALLBACK_QUEUE, CONTROL_QUEUE, PLAN_PIECE, Notify
 from gristmill.jobs.errors import JobsError, StoreError, StoreUnavailable, Unavailable
 from gristmill.jobs.output.finalize import finalize_job
 from gristmill.jobs.output.publishing import publish_part
@@ -32,7 +32,15 @@ _MAX_PLANS = 8  # jobs in one turn
 _MAX_PIECES_S = 2.0  # for pieces in one turn: jobs wait to be finalized meanwhile
 _STOP_JOIN_S = 5.0
 
-Notify = Callable[[str, list[Any], str], bool]  # task, arguments, queue: False when the broker is away
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who does the work, and where it may."""
+
+    worker_id: str
+    owner: Owner
+    allow: Sequence[str]
+    version: str = ""
 
 
 class WorkerFigures(NamedTuple):
@@ -58,25 +66,19 @@ class Reconciler:
     def __init__(
         self,
         store: Store,
-        owner: Owner,
-        worker_id: str,
+        worker: WorkerIdentity,
         notify: Notify,
-        allow: Sequence[str],
         is_stopping: Callable[[], bool],
         figures: Callable[[], WorkerFigures],
         work_began: Callable[[], None] = lambda: None,
-        version: str = "",
     ) -> None:
         """figures: asked for at each refresh of the workers row. work_began: called when a job was planned here."""
         self._store = store
-        self._owner = owner
-        self._worker_id = worker_id
+        self._worker = worker
         self._notify = notify
-        self._allow = allow
         self._is_stopping = is_stopping
         self._figures = figures
         self._work_began = work_began
-        self._version = version
         self._quick = [
             _Duty("beat", 5.0, self._beat),
             _Duty("expire", 1.0, self._expire),
@@ -148,10 +150,9 @@ class Reconciler:
 
     def _beat(self, now: float) -> None:
         figures = self._figures()
-        if not self._store.workers.beat(
-            self._worker_id, *figures
-        ):  # it was cleaned away while we were paused
-            self._store.workers.register(self._worker_id, self._owner, figures.models, self._version)
+        worker = self._worker
+        if not self._store.workers.beat(worker.worker_id, *figures):  # cleaned away while we were paused
+            self._store.workers.register(worker.worker_id, worker.owner, figures.models, worker.version)
 
     def _expire(self, now: float) -> None:
         for job_id in self._store.ends.expire():
@@ -214,13 +215,13 @@ class Reconciler:
         """What can't be repaired by waiting fails the job, with the reason: `resume` tries again."""
         try:
             output = self._store.jobs.load(job_id).output
-            finalize_job(self._store, open_storage(output), job_id, self._owner)
+            finalize_job(self._store, open_storage(output), job_id, self._worker.owner)
         except (StoreError, Unavailable):
             raise
         except Exception as error:  # the border of a job: else it would be finalizing for ever
             reason = str(error) if isinstance(error, JobsError) else f"internal error, {error!r}"
             logger.warning("job %s can't be finalized: %s", job_id, reason)
-            claim = self._store.finalizing.claim(job_id, self._owner)
+            claim = self._store.finalizing.claim(job_id, self._worker.owner)
             if claim is not None:
                 self._store.finalizing.complete(claim, JobState.FAILED, reason)
 
@@ -249,7 +250,9 @@ class Reconciler:
     def _plan_job(self, job_id: str) -> None:
         if self._is_stopping():
             return
-        pieces = plan_submitted_job(self._store, job_id, self._owner, self._allow, self._is_stopping)
+        pieces = plan_submitted_job(
+            self._store, job_id, self._worker.owner, self._worker.allow, self._is_stopping
+        )
         if pieces:
             self._send_pieces([(job_id, index) for index in pieces])
         else:
