@@ -162,7 +162,7 @@ def test_a_crash_between_rename_and_its_note_is_redone(store: Store, storage: St
     job = create_job(store, out, 4)
     claim = commit_rows(store, storage, claim_or_fail(store, job), 0, 1, 2, 3, complete=True, publish=False)
     assert claim is not None and claim.part is not None
-    storage.rename(claim.part.attempt, claim.part.path)
+    storage.publish(claim.part.attempt, claim.part.path)
     assert redo_publications(storage, store.shards, job.job_id) == 1
     assert store.shards.unpublished_parts(job.job_id) == []
 
@@ -185,11 +185,11 @@ def test_a_stale_publisher_does_no_harm(store: Store, storage: Storage, clock: C
     clock.now += 61
     newer = claim_or_fail(store, job, OTHER_PLACE)
     commit_rows(store, storage, newer, 0, 3, complete=True, publish=False)
-    storage.rename(paused.part.attempt, paused.part.path)
+    storage.publish(paused.part.attempt, paused.part.path)
     store.shards.mark_published(paused.shard_id, paused.part)
     assert [part.part.rows for part in store.shards.unpublished_parts(job.job_id)] == [4]
     redo_publications(storage, store.shards, job.job_id)
-    storage.rename(paused.part.attempt, paused.part.path)
+    storage.publish(paused.part.attempt, paused.part.path)
     store.shards.mark_published(paused.shard_id, paused.part)
     assert read_rows(out) == [0, 1, 2, 3]
 

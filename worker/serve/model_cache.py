@@ -63,10 +63,6 @@ class ModelCache:
         return Path(cache) / "gristmill" / "models"
 
 
-def is_s3_uri(place: str) -> bool:
-    return place.startswith("s3://")
-
-
 def _find_objects(uri: str) -> list[S3Object]:
     """The files of the model itself; folders below it hold other formats."""
     folder, _, name = uri.rpartition("/") if uri.endswith(_GGUF) else (uri, "", "")
