@@ -6,7 +6,7 @@ import base64
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from examples.cluster.servers import S3Server
 from gristmill.jobs.errors import OutputError, OutputUnavailable, RefusedError
 from gristmill.jobs.storage.hashing_file import HashingFile
 from gristmill.jobs.storage.remote import S3Storage
+from gristmill.jobs.storage.s3.reader import S3File
 from tests.s3_proxy import Fault, S3Proxy, s3_proxy_before
 
+Uploads = Callable[[], list[str]]
 DATA = bytes(range(256)) * 40
 LARGE = os.urandom(100_000) * 53  # two parts of an upload
 
@@ -54,10 +56,16 @@ def shaky(proxy: S3Proxy, s3_root: str) -> S3Storage:
     return S3Storage(f"{s3_root}/out")
 
 
-def list_uploads(server: S3Server, root: str) -> list[str]:
-    with server.client() as client:
-        answer = client.list_multipart_uploads(Bucket=root.removeprefix("s3://"))
-        return sorted(upload["Key"] for upload in answer.get("Uploads", ()))
+@pytest.fixture
+def uploads(s3_server: S3Server, s3_bucket: str) -> Uploads:
+    """The keys of the bucket's unfinished uploads."""
+
+    def look() -> list[str]:
+        with s3_server.client() as client:
+            answer = client.list_multipart_uploads(Bucket=s3_bucket)
+            return sorted(upload["Key"] for upload in answer.get("Uploads", ()))
+
+    return look
 
 
 def write(storage: S3Storage, name: str, data: bytes) -> HashingFile:
@@ -66,20 +74,18 @@ def write(storage: S3Storage, name: str, data: bytes) -> HashingFile:
     return file
 
 
-def test_a_large_file_is_put_by_parts_and_leaves_no_upload(
-    storage: S3Storage, s3_server: S3Server, s3_root: str
-) -> None:
+def test_a_large_file_is_put_by_parts_and_leaves_no_upload(storage: S3Storage, uploads: Uploads) -> None:
     file = write(storage, "_attempts/large", LARGE)
     assert (storage.size("_attempts/large"), file.size) == (len(LARGE), len(LARGE))
     with storage.open_checked("_attempts/large", file.sha256) as reader:
         assert reader.read() == LARGE
     assert storage.publish("_attempts/large", "part-00000.jsonl")
     assert storage.holds("part-00000.jsonl", "_attempts/large", len(LARGE))
-    assert list_uploads(s3_server, s3_root) == []
+    assert uploads() == []
 
 
 def test_a_large_file_that_is_interrupted_leaves_no_upload(
-    storage: S3Storage, s3_server: S3Server, s3_root: str, monkeypatch: pytest.MonkeyPatch
+    storage: S3Storage, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> str:
         raise KeyboardInterrupt
@@ -87,19 +93,18 @@ def test_a_large_file_that_is_interrupted_leaves_no_upload(
     monkeypatch.setattr("gristmill.jobs.storage.s3.writer._put_part", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write(storage, "_attempts/large", LARGE)
-    assert (storage.names(), list_uploads(s3_server, s3_root)) == ([], [])
+    assert (storage.names(), uploads()) == ([], [])
 
 
 def test_a_sweep_aborts_the_uploads_of_this_folder_only(
-    storage: S3Storage, s3_server: S3Server, s3_root: str
+    storage: S3Storage, uploads: Uploads, s3_server: S3Server, s3_bucket: str
 ) -> None:
-    bucket = s3_root.removeprefix("s3://")
     keys = ["out/part-0", "out/_attempts/x", "out/another-job/part-0", "out2/part-0", "part-0"]
     with s3_server.client() as client:
         for key in keys:
-            client.create_multipart_upload(Bucket=bucket, Key=key)
+            client.create_multipart_upload(Bucket=s3_bucket, Key=key)
     storage.sweep()
-    assert list_uploads(s3_server, s3_root) == sorted(keys[2:])
+    assert uploads() == sorted(keys[2:])
 
 
 def test_an_upload_that_was_swept_under_its_writer_is_tried_again(
@@ -226,32 +231,28 @@ def test_a_put_that_fails_twice_arrives_whole(
     assert file.sha256 == hashlib.sha256(DATA).hexdigest()
 
 
-@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.LOST_REPLY, Fault.FLIP])
-def test_a_put_by_parts_that_fails_once_in_a_part_arrives_whole(
+@pytest.mark.parametrize(
+    ("fault", "method", "part"),
+    [
+        (Fault.SLOW_DOWN, "PUT", "partNumber=2"),
+        (Fault.LOST_REPLY, "PUT", "partNumber=2"),
+        (Fault.FLIP, "PUT", "partNumber=2"),
+        (Fault.SLOW_DOWN, "POST", "uploadId="),
+        (Fault.LOST_REPLY, "POST", "uploadId="),
+    ],
+)
+def test_a_put_by_parts_that_fails_once_in_a_part_or_its_completion_arrives_whole(
     storage: S3Storage,
     shaky: S3Storage,
     proxy: S3Proxy,
-    s3_server: S3Server,
-    s3_root: str,
+    uploads: Uploads,
     fault: Fault,
+    method: str,
+    part: str,
 ) -> None:
-    proxy.first(1, fault, "PUT", "partNumber=2")
+    proxy.first(1, fault, method, part)
     write(shaky, "_attempts/a", LARGE)
-    assert (storage.read("_attempts/a"), list_uploads(s3_server, s3_root)) == (LARGE, [])
-
-
-@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.LOST_REPLY])
-def test_a_completion_whose_reply_is_lost_is_done_once(
-    storage: S3Storage,
-    shaky: S3Storage,
-    proxy: S3Proxy,
-    s3_server: S3Server,
-    s3_root: str,
-    fault: Fault,
-) -> None:
-    proxy.first(1, fault, "POST", "uploadId=")
-    write(shaky, "_attempts/a", LARGE)
-    assert (storage.read("_attempts/a"), list_uploads(s3_server, s3_root)) == (LARGE, [])
+    assert (storage.read("_attempts/a"), uploads()) == (LARGE, [])
 
 
 @pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.RESET, Fault.LOST_REPLY])
@@ -285,6 +286,21 @@ def test_a_get_that_is_damaged_once_is_made_again(shaky: S3Storage, proxy: S3Pro
     assert shaky.read("a") == DATA
 
 
+def test_an_object_that_is_replaced_while_it_is_read_is_read_anew(
+    storage: S3Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.put("a", b"old")
+    plain = S3File._get
+
+    def replace_first(self: S3File, start: int, size: int) -> bytes:
+        monkeypatch.setattr(S3File, "_get", plain)
+        storage.put("a", b"newer")
+        return plain(self, start, size)
+
+    monkeypatch.setattr(S3File, "_get", replace_first)
+    assert storage.read("a") == b"newer"
+
+
 def test_a_get_that_is_always_damaged_is_told(shaky: S3Storage, proxy: S3Proxy) -> None:
     file = write(shaky, "a", DATA)
     proxy.always(Fault.FLIP)
@@ -298,11 +314,7 @@ def test_a_get_that_is_always_damaged_is_told(shaky: S3Storage, proxy: S3Proxy) 
 
 
 def test_a_place_that_never_answers_is_waited_for_and_no_upload_stays_after_the_sweep(
-    storage: S3Storage,
-    proxy: S3Proxy,
-    s3_server: S3Server,
-    s3_root: str,
-    monkeypatch: pytest.MonkeyPatch,
+    storage: S3Storage, proxy: S3Proxy, uploads: Uploads, s3_root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gristmill.jobs.storage.s3.client.MAX_TRIES", 2)
     monkeypatch.setattr("gristmill.jobs.storage.s3.client._clients", {})
@@ -313,6 +325,6 @@ def test_a_place_that_never_answers_is_waited_for_and_no_upload_stays_after_the_
     for call in (shaky.check_writable, shaky.names, shaky.sweep, lambda: shaky.put_new("a", b"")):
         with pytest.raises(OutputUnavailable):
             call()
-    assert list_uploads(s3_server, s3_root) == ["out/_attempts/a"]
+    assert uploads() == ["out/_attempts/a"]
     storage.sweep()
-    assert (storage.names(), list_uploads(s3_server, s3_root)) == ([], [])
+    assert (storage.names(), uploads()) == ([], [])
