@@ -5,6 +5,8 @@ The format's own parser reads and checks them against file sizes; pickled weight
 
 from __future__ import annotations
 
+import json
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,13 +91,13 @@ def read_header(file: Path) -> bytes:
 
 def _file_entries(file: Path) -> Iterator[tuple[str, SafetensorsEntry]]:
     """The file's tensors in the order of their bytes, which the parser has found to follow each other gapless."""
-    offset = 8 + len(read_header(file))
+    header = read_header(file)
+    offset = 8 + len(header)
     try:
         with safe_open(str(file), framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
     except SafetensorError as error:
-        reason = "the safetensors header is not JSON" if "JSON" in str(error) else "truncated or damaged"
-        raise ModelRefused(f"{file}: {reason} ({error}); download it again") from error
+        raise ModelRefused(f"{file}: {_reason(file, header)} ({error}); download it again") from error
     for name, found in slices.items():
         kind, shape = str(found.get_dtype()), tuple(found.get_shape())
         if kind not in _TYPE_BYTES:
@@ -105,3 +107,16 @@ def _file_entries(file: Path) -> Iterator[tuple[str, SafetensorsEntry]]:
         num_bytes = prod(shape) * _TYPE_BYTES[kind]
         yield name, SafetensorsEntry(str(file), offset, num_bytes, shape, kind)
         offset += num_bytes
+
+
+def _reason(file: Path, header: bytes) -> str:
+    """What is wrong with a file that the parser does not take."""
+    try:
+        json.loads(header)
+    except ValueError:
+        return "the safetensors header is not JSON"
+    ends = re.findall(rb'"data_offsets":\s*\[\s*\d+\s*,\s*(\d+)\s*\]', header)
+    end, size = 8 + len(header) + max(map(int, ends), default=0), file.stat().st_size
+    if end > size:
+        return f"truncated: its tensors end at byte {end} but the file has {size}"
+    return "the safetensors header does not fit the file"

@@ -283,6 +283,8 @@ def test_damaged_files_are_refused(llama: Path) -> None:
     overlap = str([offset - 4 for offset in offsets]).replace(" ", "").encode()
     weights.write_bytes(whole.replace(str(offsets).replace(" ", "").encode(), overlap, 1))
     assert "model.norm.weight" in _refusal(llama)
+    weights.write_bytes(whole + b"more")
+    assert "does not fit the file" in _refusal(llama)
     weights.write_bytes(whole)
     (llama / "config.json").write_text("{")
     assert "not valid JSON" in _refusal(llama)
