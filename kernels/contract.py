@@ -20,6 +20,8 @@ from torch.nn import functional
 from gristmill.kernels.linear import GatedPair, Linear, LinearPart
 from gristmill.kernels.quantized import Weight, join_neighbours
 
+RowsOf = Callable[[int], int]  # the number of rows that linears are called with for so many tokens
+
 
 class RopeTables(NamedTuple):
     """cos and sin of every position's angles: [num_positions, head_dim / 2] float32."""
@@ -195,21 +197,12 @@ class KVCache(ABC):
 
 
 class LayerStack:
-    """All decoder layers of a model, ready to run; this one calls the operations one by one.
-
-    padded_rows: the number of rows that linears are called with for so many tokens.
-    """
+    """All decoder layers of a model, ready to run; this one calls the operations one by one."""
 
     def __init__(
-        self,
-        backend: Backend,
-        layers: Sequence[LayerWeights],
-        rope: RopeTables,
-        eps: float,
-        padded_rows: Callable[[int], int],
+        self, backend: Backend, layers: Sequence[LayerWeights], rope: RopeTables, eps: float, padded: RowsOf
     ) -> None:
-        self.backend, self.layers, self.rope, self.eps = backend, layers, rope, eps
-        self.padded_rows = padded_rows
+        self.backend, self.layers, self.rope, self.eps, self.padded = backend, layers, rope, eps, padded
         self.scale = (2 * rope.cos.shape[1]) ** -0.5
 
     def run(self, x: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
@@ -227,7 +220,7 @@ class LayerStack:
                 num_tokens = len(kept)
                 if not num_tokens:
                     return x[:0]
-                kept = functional.pad(kept, (0, self.padded_rows(num_tokens) - num_tokens))
+                kept = functional.pad(kept, (0, self.padded(num_tokens) - num_tokens))
                 attended, x = attended[kept], x[kept]
             x = layer.output(attended, "add", x)
             x = layer.down(layer.gated(norm(x, layer.mlp_norm, self.eps)), "add", x)
@@ -235,11 +228,8 @@ class LayerStack:
 
 
 class Backend(ABC):
-    """One device's way of doing everything above, chosen once by dispatch.py.
-
-    device: where weights, cache and steps lie; instructions: the set that own kernels are compiled for, `none` without
-    such kernels; max_step_tokens: from here on a larger step gains nothing.
-    """
+    """One device's way of doing everything above, chosen once by dispatch.py. device: where weights and steps lie;
+    instructions: what own kernels are compiled for; max_step_tokens: from here on a larger step gains nothing."""
 
     device: torch.device
     instructions = "none"
@@ -266,10 +256,10 @@ class Backend(ABC):
         """Bytes of the device's memory that are free for use."""
 
     def layer_stack(
-        self, layers: Sequence[LayerWeights], rope: RopeTables, eps: float, padded_rows: Callable[[int], int]
+        self, layers: Sequence[LayerWeights], rope: RopeTables, eps: float, padded: RowsOf
     ) -> LayerStack:
         """What runs all layers of a step."""
-        return LayerStack(self, layers, rope, eps, padded_rows)
+        return LayerStack(self, layers, rope, eps, padded)
 
     def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None = None) -> Linear:
         """Of one weight, or of several whose rows follow each other; neighbours of one kind are joined."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gristmill.kernels.contract import Backend, KVCache, KVSpec, LayerStack, LayerWeights, RopeTables
+from gristmill.kernels.contract import Backend, KVCache, KVSpec, LayerStack, LayerWeights, RopeTables, RowsOf
 from gristmill.kernels.cpu.features import cap_level, detect_level, has_level
 from gristmill.kernels.cpu.layers import CompiledStack, runs_layers
 from gristmill.kernels.cpu.library import CpuKernels, load_cpu_kernels
@@ -70,14 +70,10 @@ class CpuBackend(TorchBackend):
         return super().gated_linear(gate, up, gate_bias, up_bias)
 
     def layer_stack(
-        self,
-        layers: Sequence[LayerWeights],
-        rope: RopeTables,
-        eps: float,
-        padded_rows: Callable[[int], int],
+        self, layers: Sequence[LayerWeights], rope: RopeTables, eps: float, padded: RowsOf
     ) -> LayerStack:
         """See Backend. All layers in one call where the kernels can."""
-        plain = super().layer_stack(layers, rope, eps, padded_rows)
+        plain = super().layer_stack(layers, rope, eps, padded)
         is_compiled = runs_layers(layers, 2 * rope.cos.shape[1])
         return CompiledStack(self.library, plain) if is_compiled else plain
 

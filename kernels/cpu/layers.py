@@ -60,7 +60,7 @@ class CompiledStack(LayerStack):
     """The layers of a model for which `runs_layers` holds; steps with padding run one operation after the other."""
 
     def __init__(self, library: ctypes.CDLL, plain: LayerStack) -> None:
-        super().__init__(plain.backend, plain.layers, plain.rope, plain.eps, plain.padded_rows)
+        super().__init__(plain.backend, plain.layers, plain.rope, plain.eps, plain.padded)
         layers = plain.layers
         self._norms = [_float_norms(layer) for layer in layers]  # the arguments point there
         args = [_layer_args(layer, norms) for layer, norms in zip(layers, self._norms, strict=True)]
