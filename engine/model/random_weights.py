@@ -12,7 +12,7 @@ from gristmill.engine.checkpoint.opening import resolve_dtype
 from gristmill.engine.checkpoint.weight_names import expected_shapes
 from gristmill.engine.config import EngineOptions, ModelConfig
 from gristmill.engine.engine import Engine
-from gristmill.engine.null_tokenizer import NullTokenizer
+from gristmill.engine.text.null_tokenizer import NullTokenizer
 
 
 def build_random_engine(config: ModelConfig, options: EngineOptions, name: str) -> Engine:

@@ -20,10 +20,10 @@ import tokenizers
 from gristmill.engine.checkpoint.gguf import load_gguf
 from gristmill.engine.checkpoint.model_path import find_model_kind
 from gristmill.engine.errors import ChatTemplateError, ModelRefused
-from gristmill.engine.null_tokenizer import NullTokenizer
 from gristmill.engine.text.chat import ChatTemplate
 from gristmill.engine.text.detokenizer import Detokenizer, decode_all
 from gristmill.engine.text.gguf_tokenizer import gguf_tokenizer_spec
+from gristmill.engine.text.null_tokenizer import NullTokenizer
 from gristmill.engine.text.piece_memo import EncodeTexts, PieceMemo, can_cut
 from gristmill.engine.text.token_bytes import TokenBytes
 from gristmill.engine.text.tokenizer_spec import TokenizerSpec, hf_tokenizer_spec

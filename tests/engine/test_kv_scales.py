@@ -20,7 +20,7 @@ from gristmill.engine.model.kv_scales import (
     to_kv_scales,
 )
 from gristmill.engine.model.runner import ModelRunner
-from gristmill.engine.null_tokenizer import NullTokenizer
+from gristmill.engine.text.null_tokenizer import NullTokenizer
 from gristmill.kernels.ops import AttentionBatch, KVCache, KVScales, RopeTables
 from gristmill.kernels.reference import round_kv
 from tests.engine.parity import generate, load_engine

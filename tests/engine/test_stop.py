@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.engine.null_tokenizer import NullTokenizer
+from gristmill.engine.text.null_tokenizer import NullTokenizer
 from gristmill.engine.text.stop import StopChecker
 
 TOKENIZER = NullTokenizer()

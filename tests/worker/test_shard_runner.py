@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gristmill.engine.config import EngineOptions
-from gristmill.engine.null_tokenizer import NullTokenizer
+from gristmill.engine.text.null_tokenizer import NullTokenizer
 from gristmill.jobs.errors import OutputError
 from gristmill.jobs.owner import current_owner
 from gristmill.jobs.plan.cutting import plan_shards
