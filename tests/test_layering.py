@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +27,43 @@ PACKAGES = {
     "worker": {"worker", "engine", "jobs"},
     "migrations": {"jobs"},
     "gristmill": {"gristmill", "jobs", "worker"},
+}
+# The arrows inside a package: from a folder (with those inside it) to the folders beside it. A package's loose
+# files are values and import no folder, except those that stand here by name.
+FOLDERS = {
+    "kernels/torch": set(),
+    "kernels/cpu": {"torch"},
+    "kernels/dispatch.py": {"cpu", "torch"},
+    "engine/checkpoint": set(),
+    "engine/text": {"checkpoint"},
+    "engine/batch": {"text"},
+    "engine/model": {"checkpoint", "text", "batch"},
+    "engine/quantize": {"checkpoint", "text", "model"},
+    "engine/null_engine.py": {"text"},
+    "engine/engine.py": {"text", "batch", "model"},
+    "engine/build.py": {
+        *("checkpoint", "text", "batch", "model", "quantize"),
+        *("engine.py", "null_engine.py"),
+    },
+    "engine/model/random_weights.py": {"checkpoint", "text", "batch", "model", "build.py", "engine.py"},
+    "engine/measure": {"model", "engine.py"},
+    "engine/process": {"build.py", "engine.py", "null_engine.py"},
+    "jobs/storage": set(),
+    "jobs/input": {"storage"},
+    "jobs/prompt": set(),
+    "jobs/store": set(),
+    "jobs/regroup": {"storage", "input", "prompt"},
+    "jobs/output": {"storage", "store", "regroup"},
+    "jobs/plan": {"storage", "input", "prompt", "store", "regroup", "output"},
+    "jobs/broker.py": {"store"},
+    "jobs/client.py": {"store", "output", "broker.py"},
+    "worker/engine": set(),
+    "worker/show": set(),
+    "worker/run": {"engine", "show"},
+    "worker/local": {"engine", "show", "run"},
+    "worker/serve": {"engine", "show", "run"},
+    "worker/tools": {"show", "run"},
+    "worker/cli": {"show", "local", "serve", "tools"},
 }
 TORCH_FAMILY = {"torch", "triton", "transformers", "accelerate"}
 TESTS_ONLY = {"transformers", "accelerate", "gguf", "pytest", "hypothesis", "duckdb", "pandas"}
@@ -125,6 +163,29 @@ def test_a_package_imports_only_what_it_may() -> None:
         found = {path.split("/")[0] for path in imported_files(relative)}
         guilty += [f"{relative} imports {name}" for name in sorted(found - allowed)]
     assert not guilty
+
+
+def to_folder(relative: str) -> str:
+    """Where FOLDERS has the file: itself, else its folder right below the package, else the package."""
+    parts = relative.split("/")
+    return relative if relative in FOLDERS else "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+
+
+def test_a_folder_imports_only_the_folders_it_may() -> None:
+    guilty = []
+    for relative in FILES:
+        folder, package = to_folder(relative), relative.split("/")[0]
+        if package in ("migrations", "gristmill"):
+            continue
+        allowed = {folder, package, *(f"{package}/{name}" for name in FOLDERS.get(folder, ()))}
+        found = {to_folder(file) for file in imported_files(relative) if file.startswith(f"{package}/")}
+        guilty += [f"{relative} imports {name}" for name in sorted(found - allowed)]
+    assert not guilty
+
+
+def test_the_allowed_arrows_run_in_no_circle() -> None:
+    arrows = {folder: {f"{folder.split('/')[0]}/{name}" for name in FOLDERS[folder]} for folder in FOLDERS}
+    assert set(TopologicalSorter(arrows).static_order()) == FOLDERS.keys()
 
 
 def test_nothing_is_imported_by_its_folder_name_alone() -> None:
