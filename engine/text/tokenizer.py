@@ -23,7 +23,6 @@ from gristmill.engine.model_files import find_model_kind
 from gristmill.engine.text.chat import ChatTemplate
 from gristmill.engine.text.detokenizer import Detokenizer, decode_all
 from gristmill.engine.text.gguf_tokenizer import gguf_tokenizer_spec
-from gristmill.engine.text.null_tokenizer import NullTokenizer
 from gristmill.engine.text.piece_memo import EncodeTexts, PieceMemo, can_cut
 from gristmill.engine.text.token_bytes import TokenBytes
 from gristmill.engine.text.tokenizer_spec import TokenizerSpec, hf_tokenizer_spec
