@@ -51,10 +51,11 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The engine's and kernels' tests use all cores; the others mostly wait for services, so two processes share them.
+# The engine's and kernels' tests use all cores; the others mostly wait, so three processes share them. The long
+# files come first, in their own order: xdist would begin with those of many tests and end with a file of one.
 test: lint  ## lint and all tests but the long ones
 	$(PYTEST) -m 'not long' tests/engine tests/kernels
-	OMP_NUM_THREADS=1 $(PYTEST) -m 'not long' -n 2 --dist loadfile --ignore tests/engine --ignore tests/kernels tests
+	OMP_NUM_THREADS=1 $(PYTEST) -m 'not long' -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/engine --ignore tests/kernels tests
 
 test-long: setup  ## the tests that take minutes
 	$(PYTEST) -m long

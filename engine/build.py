@@ -6,43 +6,39 @@ Everything that is chosen from the machine is chosen here, once.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from gristmill.engine.batch.scheduler import Scheduler
 from gristmill.engine.checkpoint.opening import Checkpoint, check_quantization, load_checkpoint, resolve_dtype
+from gristmill.engine.checkpoint.weight_names import expected_shapes
 from gristmill.engine.checkpoint.weights import Weight, dequantized, iterate_weights, load_part, quantized
 from gristmill.engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
 from gristmill.engine.engine import Engine
 from gristmill.engine.errors import ModelRefused
-from gristmill.engine.memory import available_bytes
 from gristmill.engine.model.decoder import Model
 from gristmill.engine.model.kv_scales import calibrate_kv_scales, is_kv_scale, to_kv_scales
 from gristmill.engine.model.runner import ModelRunner
 from gristmill.engine.quantize.rtn import default_group_size, quantize_rtn
 from gristmill.engine.request import EngineInfo
-from gristmill.engine.text.tokenizer import Tokenizer, load_tokenizer
-from gristmill.kernels.cpu.features import CAPS, cap_level, detect_level, has_level
-from gristmill.kernels.cpu.library import CpuKernels, load_cpu_kernels
-from gristmill.kernels.linear import can_pack
-from gristmill.kernels.ops import KVCache, KVScales
+from gristmill.engine.text.tokenizer import NullTokenizer, Tokenizer, load_tokenizer
+from gristmill.kernels import dispatch
+from gristmill.kernels.contract import Backend, KVScales
 from gristmill.kernels.quantized import Kind
 
 logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQS = 256
-MAX_NUM_BATCHED_TOKENS = 1024  # of a step: on CPUs more gains nothing
 MIN_NUM_BATCHED_TOKENS = 64
 MAX_STEP_S = 10.0  # a slow model takes smaller steps: the worker hears of the engine between them
 MAX_MEMORY_SHARE = 0.4  # of what is free, for the KV cache; memory is taken when blocks are first used
-MAX_CODES_SEQS = 8  # up to so many rows at once, codes are faster than bfloat16: they are fewer bytes
 MAX_UNPACKED_SHARE = 0.3  # of what is free, for weights that could stay in codes
 
 
@@ -53,37 +49,45 @@ def build_engine(model: str, options: EngineOptions) -> Engine:
     dtype: torch.dtype = getattr(torch, resolve_dtype(options.dtype))
     tokenizer = load_tokenizer(model)
     check_quantization(checkpoint, options.quantization)
-    if unpacks_codes(checkpoint, dtype, options):
+    backend = choose_backend(options)
+    if unpacks_codes(checkpoint, dtype, options, backend):
         options = replace(options, quantization="none")
     weights = choose_weights(checkpoint.config, iterate_weights(checkpoint, dtype), dtype, options)
     scales = None
     if options.kv_dtype == "fp8":
         found = {name: load_part(source) for name, source in checkpoint.extras.items() if is_kv_scale(name)}
         scales = to_kv_scales(found, checkpoint.config, model)
-    return assemble_engine(checkpoint.config, weights, tokenizer, options, model, started, scales)
+    parts = ModelParts(checkpoint.config, weights, tokenizer, model, scales, started)
+    return assemble_engine(parts, options, backend)
 
 
-def unpacks_codes(checkpoint: Checkpoint, dtype: torch.dtype, options: EngineOptions) -> bool:
-    """Whether weights in codes are held as bfloat16 all the same: for many rows, on a CPU that multiplies bfloat16.
+def choose_backend(options: EngineOptions) -> Backend:
+    """The backend of the options' device. Raises ModelRefused for a word that is not known."""
+    try:
+        return dispatch.choose_backend(options.device, options.cpu_kernels)
+    except ValueError as error:
+        raise ModelRefused(str(error)) from error
 
-    Codes are multiplied in float32, which such a CPU does far more slowly; where it has only float32, they stay.
-    """
-    num_seqs = options.max_num_seqs or MAX_NUM_SEQS
-    has_choice = options.quantization == "auto" and checkpoint.is_quantized and dtype == torch.bfloat16
-    level = cap_level(detect_level(), _cpu_cap(options))
-    if not has_choice or num_seqs <= MAX_CODES_SEQS or not has_level(level, "avx512_bf16"):
+
+def unpacks_codes(
+    checkpoint: Checkpoint, dtype: torch.dtype, options: EngineOptions, backend: Backend
+) -> bool:
+    """Whether weights in codes are held in `dtype` all the same: for more rows than the device is faster with codes."""
+    max_rows = backend.max_codes_rows(dtype)
+    has_choice = options.quantization == "auto" and checkpoint.is_quantized
+    if not has_choice or max_rows is None or (options.max_num_seqs or MAX_NUM_SEQS) <= max_rows:
         return False
     num_bytes = dtype.itemsize * sum(prod(source.shape) for source in checkpoint.tensors.values())
-    free_bytes = int(available_bytes() * MAX_UNPACKED_SHARE)
+    free_bytes = int(backend.available_bytes() * MAX_UNPACKED_SHARE)
     if num_bytes > free_bytes:
         logger.info(
             "weights stay in codes: as bfloat16, faster for more than %d rows, they take %d MB, and %d are to be had",
-            MAX_CODES_SEQS, num_bytes >> 20, free_bytes >> 20,
+            max_rows, num_bytes >> 20, free_bytes >> 20,
         )  # fmt: skip
         return False
     logger.info(
         "weights in codes are held as bfloat16, %d MB, faster for more than %d rows",
-        num_bytes >> 20, MAX_CODES_SEQS,
+        num_bytes >> 20, max_rows,
     )  # fmt: skip
     return True
 
@@ -104,42 +108,43 @@ def choose_weights(
     return quantized(weights, partial(quantize_rtn, kind=kind, group_size=group_size))
 
 
-def assemble_engine(
-    config: ModelConfig,
-    weights: Iterable[tuple[str, Weight]],
-    tokenizer: Tokenizer,
-    options: EngineOptions,
-    name: str,
-    started_s: float | None = None,
-    kv_scales: KVScales | None = None,
-) -> Engine:
-    """An engine of these weights: pairs of Hugging Face name and weight, as Model takes them.
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """What an engine is assembled of. weights: pairs of Hugging Face name and weight, as Model takes them.
 
-    started_s: when loading began, on the monotonic clock; now unless given. kv_scales: of an FP8 KV cache; measured
-    unless given.
+    kv_scales: of an FP8 KV cache; measured unless given. started_s: when loading began, on the monotonic clock.
     """
-    started_s = time.monotonic() if started_s is None else started_s
+
+    config: ModelConfig
+    weights: Iterable[tuple[str, Weight]]
+    tokenizer: Tokenizer
+    name: str
+    kv_scales: KVScales | None = None
+    started_s: float = field(default_factory=time.monotonic)
+
+
+def assemble_engine(parts: ModelParts, options: EngineOptions, backend: Backend) -> Engine:
+    """An engine of these parts on the backend's device."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    dtype_name = resolve_dtype(options.dtype)
+    config, dtype_name = parts.config, resolve_dtype(options.dtype)
     dtype: torch.dtype = getattr(torch, dtype_name)
-    kernels = load_cpu_kernels(_cpu_cap(options))
-    _report_slow_paths(kernels, dtype)
+    backend.report_slow_paths(dtype)
     kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else dtype
-    num_blocks = num_kv_blocks(config, options, kv_dtype)
+    num_blocks = num_kv_blocks(config, options, kv_dtype, backend)
     context_size = min(config.context_size, options.max_model_tokens or config.context_size)
     max_request_tokens = min(context_size, num_blocks * BLOCK_SIZE)
-    model = Model(config, weights, dtype, max_request_tokens, kernels)
+    model = Model(config, parts.weights, dtype, max_request_tokens, backend)
     with torch.inference_mode():
         budget = options.max_num_batched_tokens or token_budget(model)
         model.warm(budget)
     max_num_seqs = min(options.max_num_seqs or MAX_NUM_SEQS, budget)
+    kv_scales = parts.kv_scales
     if kv_dtype == torch.float8_e4m3fn:
-        kv_scales = kv_scales or calibrate_kv_scales(model, tokenizer)
-    size = (config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    cache = KVCache(*size, kv_dtype, torch.device("cpu"), kernels, kv_scales)
+        kv_scales = kv_scales or calibrate_kv_scales(model, parts.tokenizer)
+    cache = backend.kv_cache(model.kv_spec(kv_dtype, kv_scales), num_blocks)
     info = EngineInfo(
-        model=name,
+        model=parts.name,
         dtype=dtype_name,
         context_size=context_size,
         max_request_tokens=max_request_tokens,
@@ -147,9 +152,9 @@ def assemble_engine(
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        load_s=time.monotonic() - started_s,
-        device="cpu",
-        cpu_kernels=kernels.level,
+        load_s=time.monotonic() - parts.started_s,
+        device=backend.device.type,
+        cpu_kernels=backend.instructions,
         linear_bits=model.linear_bits,
         head_bits=model.head.bits_per_weight,
         kv_bits=8 * kv_dtype.itemsize,
@@ -162,18 +167,18 @@ def assemble_engine(
         max_request_tokens,
         options.static_batches,
     )
-    return Engine(ModelRunner(model, cache), scheduler, tokenizer, info, options.record_steps)
+    return Engine(ModelRunner(model, cache), scheduler, parts.tokenizer, info, options.record_steps)
 
 
 def token_budget(model: Model) -> int:
     """The largest power of two whose step is expected to take at most MAX_STEP_S."""
     seconds, budget = model.step_seconds(MIN_NUM_BATCHED_TOKENS), MIN_NUM_BATCHED_TOKENS
-    while budget < MAX_NUM_BATCHED_TOKENS and 2 * seconds <= MAX_STEP_S:
+    while budget < model.backend.max_step_tokens and 2 * seconds <= MAX_STEP_S:
         seconds, budget = 2 * seconds, 2 * budget
     return budget
 
 
-def num_kv_blocks(config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> int:
+def num_kv_blocks(config: ModelConfig, options: EngineOptions, dtype: torch.dtype, backend: Backend) -> int:
     """Blocks of the KV cache: as told, else as many as MAX_NUM_SEQS rows can fill, within MAX_MEMORY_SHARE."""
     if options.num_kv_blocks is not None:
         return options.num_kv_blocks
@@ -182,7 +187,7 @@ def num_kv_blocks(config: ModelConfig, options: EngineOptions, dtype: torch.dtyp
     if wanted is None:
         context_size = min(config.context_size, options.max_model_tokens or config.context_size)
         most = (options.max_num_seqs or MAX_NUM_SEQS) * -(-context_size // BLOCK_SIZE) * block_bytes
-        wanted = min(most, int(available_bytes() * MAX_MEMORY_SHARE))
+        wanted = min(most, int(backend.available_bytes() * MAX_MEMORY_SHARE))
     if wanted < 2 * block_bytes:
         raise ModelRefused(
             f"a KV cache of {wanted} bytes holds no two blocks of {block_bytes}; free memory or choose a smaller model"
@@ -190,21 +195,25 @@ def num_kv_blocks(config: ModelConfig, options: EngineOptions, dtype: torch.dtyp
     return int(wanted // block_bytes)
 
 
-def _cpu_cap(options: EngineOptions) -> str:
-    """The highest instruction set to use: as told, else GRISTMILL_CPU_KERNELS. Raises ModelRefused for a wrong word."""
-    cap = options.cpu_kernels
-    if cap == "auto":
-        cap = os.environ.get("GRISTMILL_CPU_KERNELS") or "auto"
-    if cap not in CAPS:
-        raise ModelRefused(f"GRISTMILL_CPU_KERNELS={cap!r} is not known; choose one of {', '.join(CAPS)}")
-    return cap
+def build_random_engine(config: ModelConfig, options: EngineOptions, name: str) -> Engine:
+    """An engine of the shape, ready to step; its tokenizer is the one of bytes."""
+    dtype: torch.dtype = getattr(torch, resolve_dtype(options.dtype))
+    weights = choose_weights(config, random_weights(config, dtype), dtype, options)
+    return assemble_engine(
+        ModelParts(config, weights, NullTokenizer(), name), options, choose_backend(options)
+    )
 
 
-def _report_slow_paths(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    """Says once what this machine, or a cap, keeps from being fast."""
-    if kernels.level == "none":
-        logger.warning("running on torch's own kernels: steps are slower than with the C++ kernels")
-        if not can_pack(dtype):
-            logger.warning("no prepacked %s linears on this CPU: steps are several times slower", dtype)
-    elif not has_level(kernels.level, "avx512"):
-        logger.warning("no AVX512 in use: the AVX2 kernels run, in float32 arithmetic")
+def random_weights(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Pairs (Hugging Face name, tensor) of every tensor that the model reads, made one at a time.
+
+    Norms are ones; a matrix is scaled by its inputs, so that activations neither vanish nor overflow.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in expected_shapes(config).items():
+        if name.endswith(("norm.weight", ".bias")):
+            fill = 0.0 if name.endswith(".bias") else 1.0
+            yield name, torch.full(shape, fill, dtype=dtype)
+            continue
+        tensor = torch.empty(shape, dtype=dtype)
+        yield name, tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)

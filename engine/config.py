@@ -18,6 +18,7 @@ KV_DTYPES = ("auto", "fp8")
 class EngineOptions:
     """What a user may set about the engine. None: chosen at load from the device and the model."""
 
+    device: str = "auto"  # one of kernels.dispatch.DEVICES; auto: the CPU
     dtype: str = "auto"  # auto, bfloat16 or float32
     quantization: str = "auto"  # of weights: auto, none, int4, fp8 or int8 (see QUANTIZATIONS)
     kv_dtype: str = "auto"  # of the KV cache: auto is that of the model, or fp8
@@ -55,7 +56,7 @@ class RopeScaling:
 class ModelConfig:
     """A decoder described by flags; a new architecture is a new set of flags, not a new model file."""
 
-    architecture: str  # llama, mistral, qwen2, qwen3
+    architecture: str  # a name of checkpoint.architectures
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gristmill.engine.batch.scheduler import ScheduledStep, Scheduler
 from gristmill.engine.batch.sequence import Sequence
 from gristmill.engine.config import BLOCK_SIZE
-from gristmill.engine.model.runner import ModelInput, ModelRunner
+from gristmill.engine.model.runner import ModelRunner, StepInput
 from gristmill.engine.model.sampler import sample, sampling_rows
 from gristmill.engine.request import Completion, EngineCounters, EngineInfo, Request
 from gristmill.engine.step_trace import StepRecord
@@ -85,17 +85,17 @@ class Engine:
         if not len(scheduled.slots):
             return refused
         clock.append(time.monotonic())
-        model_input = self.runner.build_input(scheduled, self.scheduler.slots)
+        step = self.runner.build_input(scheduled, self.scheduler.slots)
         clock.append(time.monotonic())
-        hidden = self.runner.run(model_input)
+        hidden = self.runner.run(step)
         clock.append(time.monotonic())
-        tokens = self._sample(hidden, model_input.sampled)
+        tokens = self._sample(hidden, step.sampled)
         clock.append(time.monotonic())
         self.scheduler.advance(scheduled)
-        finished = self._finish(model_input.sampled, tokens)
+        finished = self._finish(step.sampled, tokens)
         clock.append(time.monotonic())
         if self._record_steps:
-            self._record(clock, scheduled, model_input, len(finished))
+            self._record(clock, scheduled, step, len(finished))
         return refused + finished
 
     def complete(self, sequence: Sequence) -> Completion:
@@ -131,7 +131,7 @@ class Engine:
         for i in range(num_parts):
             part = slice(i * num_rows // num_parts, (i + 1) * num_rows // num_parts)
             logits = model.logits(hidden[part])
-            tokens[part] = sample(logits, sampling_rows(slots, sampled[part]), model.pointwise.argmax)
+            tokens[part] = sample(logits, sampling_rows(slots, sampled[part]), model.backend.argmax)
             del logits  # before the next ones are made
         return tokens
 
@@ -156,14 +156,12 @@ class Engine:
         return finished
 
     def _record(
-        self, clock: list[float], step: ScheduledStep, model_input: ModelInput, num_finished: int
+        self, clock: list[float], scheduled: ScheduledStep, step: StepInput, num_finished: int
     ) -> None:
         schedule_s, build_s, forward_s, sample_s, finish_s = np.diff(clock).tolist()
-        lens, starts = model_input.attention.seq_lens, model_input.attention.query_start_loc
-        repeated = (
-            sum((g.num_sequences - 1) * g.num_blocks for g in model_input.attention.groups) * BLOCK_SIZE
-        )
-        num_new, num_prefill = step.num_new, int(starts[-1]) - step.num_decodes
+        lens, starts = step.attention.seq_lens, step.attention.query_start_loc
+        repeated = sum((g.num_sequences - 1) * g.num_blocks for g in step.attention.groups) * BLOCK_SIZE
+        num_new, num_prefill = scheduled.num_new, int(starts[-1]) - scheduled.num_decodes
         counters = self.counters()
         self.step_records.append(
             StepRecord(
@@ -173,11 +171,11 @@ class Engine:
                 forward_s=forward_s,
                 sample_s=sample_s,
                 finish_s=finish_s,
-                num_decode_tokens=step.num_decodes,
+                num_decode_tokens=scheduled.num_decodes,
                 num_prefill_tokens=num_prefill,
-                num_sampled=len(model_input.sampled),
+                num_sampled=len(step.sampled),
                 num_finished=num_finished,
-                num_preempted=step.num_preempted,
+                num_preempted=scheduled.num_preempted,
                 num_running=counters.num_running,
                 num_waiting=counters.num_waiting,
                 num_blocks_used=counters.num_kv_blocks_used,

@@ -8,6 +8,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, fields
 
+# Kinds of sampling. PLAIN: from the whole distribution; SORTED: from all of it, in order of probability.
+GREEDY, PLAIN, TOP_K, SORTED = range(4)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -24,6 +27,20 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+    @property
+    def kind(self) -> int:
+        """Which of the sampler's paths a row takes, by its own parameters, never its neighbours'."""
+        if self.temperature == 0.0:
+            return GREEDY
+        if self.top_k > 0:
+            return TOP_K
+        return PLAIN if self.top_p >= 1.0 and self.min_p <= 0.0 else SORTED
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the row's earlier tokens change its logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

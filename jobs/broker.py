@@ -30,6 +30,7 @@ CONSUME_TIMEOUT_S = 15.0
 NOTIFY_TIMEOUT_S = 1.0  # of one reply; kombu and redis-py ask up to three times
 PAUSE_S = 5.0
 _SCHEMES = ("redis://", "rediss://")
+Notify = Callable[[str, Sequence[Any], str], bool]  # task, arguments, queue: False when the broker is away
 
 logger = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ def submit_spec(store: Store, spec: JobSpec, key: str | None, broker: str | None
     """The job first, then the notifier. A broker URL that can't be right is refused before anything is written."""
     if has_broker(broker):
         broker_url(broker)
-    submitted = store.submit_job(to_absolute(spec), key)
+    submitted = store.submissions.submit(to_absolute(spec), key)
     if submitted.is_new:
         notify_once(broker, PLAN_JOB, [submitted.job.job_id], CONTROL_QUEUE, spec.priority)
     return submitted
@@ -58,7 +58,7 @@ def submit_spec(store: Store, spec: JobSpec, key: str | None, broker: str | None
 def status(job: str, *, database_url: str | None = None) -> JobStatus:
     """The job's state and figures."""
     with open_store(to_database_url(database_url)) as store:
-        return store.status(find_job(store, job).job_id)
+        return store.jobs.status(find_job(store, job).job_id)
 
 
 def wait(
@@ -90,7 +90,7 @@ def wait_for_job(
     state = "unknown"
     while True:
         try:
-            found = store.status(job_id)
+            found = store.jobs.status(job_id)
         except StoreUnavailable as error:
             if is_answering:
                 logger.warning("waits for the database: %s", error)
@@ -120,8 +120,8 @@ def cancel(job: str, *, database_url: str | None = None) -> JobState:
 
 def cancel_job(store: Store, job_id: str) -> JobState:
     """`cancel` on a store that is open."""
-    state = store.request_cancel(job_id)
-    if state is JobState.CANCELLING and store.finish_cancel(job_id):
+    state = store.ends.request_cancel(job_id)
+    if state is JobState.CANCELLING and store.ends.finish_cancel(job_id):
         return JobState.CANCELLED
     return state
 
@@ -131,18 +131,18 @@ def results(job: str, *, database_url: str | None = None) -> ds.Dataset:
     from gristmill.jobs.output.dataset import load_dataset
 
     with open_store(to_database_url(database_url)) as store:
-        return load_dataset(store, find_job(store, job))
+        return load_dataset(store.shards, find_job(store, job))
 
 
 def acknowledge(job: str, *, database_url: str | None = None) -> bool:
     """Says that the end of the job was heard of: its on_complete task is not called again."""
     with open_store(to_database_url(database_url)) as store:
-        return store.acknowledge(find_job(store, job).job_id)
+        return store.notices.acknowledge(find_job(store, job).job_id)
 
 
 def find_job(store: Store, reference: str) -> JobRecord:
     """The job that the reference names: an id, the beginning of one, or an output. Raises RefusedError."""
-    job = store.find_job(reference)
+    job = store.jobs.find(reference)
     if job is None:
         raise RefusedError(f"no job {reference!r} in this database: `gristmill list` shows those there are")
     return job

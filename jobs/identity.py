@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from gristmill.jobs.input.sources import Source
+from gristmill.jobs.source import Source
 from gristmill.jobs.spec import JobSpec
 
 IDENTITY_VERSION = 1  # raise it when equal orders begin to give other texts

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.owner import Owner
-from gristmill.jobs.plan.cutting import ShardRange
+from gristmill.jobs.source import ShardRange, Source
 from gristmill.jobs.states import JobState, Runner
 
 PRIORITIES = ("high", "normal", "low")  # jobs.priority holds the index

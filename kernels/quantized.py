@@ -90,6 +90,9 @@ class QuantizedTensor:
         return ordered
 
 
+Weight = Tensor | QuantizedTensor
+
+
 def unpack_codes(codes: Tensor, kind: Kind) -> Tensor:
     """Codes as numbers: [num_rows, num_columns] float32."""
     if kind != "int4":
@@ -133,6 +136,34 @@ def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor | None:
         torch.cat(offsets, 1) if offsets else None,
         first.columns,
     )
+
+
+def join_neighbours(weights: Sequence[Weight]) -> list[Weight]:
+    """The same rows in as few parts as their kinds allow."""
+    groups: list[list[Weight]] = []
+    for weight in weights:
+        if groups and are_alike(groups[-1][0], weight):
+            groups[-1].append(weight)
+        else:
+            groups.append([weight])
+    return [group[0] if len(group) == 1 else _join(group) for group in groups]
+
+
+def are_alike(a: Weight, b: Weight) -> bool:
+    """Whether their rows can stand in one weight."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype
+    no_rows = torch.empty(0, dtype=torch.int64)
+    return concatenate([a.take_rows(no_rows), b.take_rows(no_rows)]) is not None
+
+
+def _join(weights: Sequence[Weight]) -> Weight:
+    """One weight of all rows of weights that are alike."""
+    if isinstance(weights[0], Tensor):
+        return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
+    joined = concatenate([weight for weight in weights if isinstance(weight, QuantizedTensor)])
+    assert joined is not None
+    return joined
 
 
 def _same_columns(a: Tensor | None, b: Tensor | None) -> bool:

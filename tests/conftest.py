@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import pytest
 
-from tests.server_process import MissingServerError, Server
-from tests.servers import PostgresServer, RedisServer, S3Server, running
+from examples.cluster.server_process import MissingServerError, Server
+from examples.cluster.servers import PostgresServer, RedisServer, S3Server, running
 
 S = TypeVar("S", bound=Server)
 

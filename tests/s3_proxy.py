@@ -17,7 +17,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.server_process import HOST, free_ports
+from examples.cluster.server_process import HOST, free_ports
 
 HOP_HEADERS = {"connection", "expect", "keep-alive", "transfer-encoding"}
 
@@ -61,6 +61,7 @@ class S3Proxy:
         self.target_port = target_port
         self.choose: Choice = no_fault
         self.counts: Counter[str] = Counter()  # by fault; "" are the requests that went through
+        self.requests: list[tuple[str, str]] = []  # method and path
         self.silence_s: float | None = None  # how long a silence lasts; None: until the client gives up
         self.silence_ends = threading.Event()
         self._lock = threading.Lock()
@@ -74,10 +75,20 @@ class S3Proxy:
     def endpoint(self) -> str:
         return f"http://{HOST}:{self.port}"
 
+    def first(self, num: int, fault: Fault, method: str, part: str = "") -> None:
+        """The first `num` requests of that method with `part` in their path meet the fault."""
+        left = [fault] * num
+        self.choose = lambda found, path: left.pop() if found == method and part in path and left else None
+
+    def always(self, fault: Fault | None) -> None:
+        """Every request meets the fault."""
+        self.choose = lambda method, path: fault
+
     def note(self, method: str, path: str) -> Fault | None:
         """The fault of a request, counted."""
         fault = self.choose(method, path)
         with self._lock:
+            self.requests.append((method, path))
             self.counts[fault or ""] += 1
         return fault
 

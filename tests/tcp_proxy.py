@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from tests.server_process import HOST, free_ports
+from examples.cluster.server_process import HOST, free_ports
 
 CHUNK_BYTES = 1 << 16
 _POLL_S = 0.05

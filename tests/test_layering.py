@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +28,43 @@ PACKAGES = {
     "migrations": {"jobs"},
     "gristmill": {"gristmill", "jobs", "worker"},
 }
+# The arrows inside a package: from a folder (with those inside it) to the folders beside it. A package's loose
+# files are values and import no folder, except those that stand here by name.
+FOLDERS = {
+    "kernels/torch": set(),
+    "kernels/cpu": {"torch"},
+    "kernels/dispatch.py": {"cpu", "torch"},
+    "engine/checkpoint": set(),
+    "engine/text": {"checkpoint"},
+    "engine/batch": {"text"},
+    "engine/model": {"checkpoint", "text", "batch"},
+    "engine/quantize": {"checkpoint", "text", "model"},
+    "engine/null_engine.py": {"text"},
+    "engine/engine.py": {"text", "batch", "model"},
+    "engine/build.py": {
+        *("checkpoint", "text", "batch", "model", "quantize"),
+        *("engine.py", "null_engine.py"),
+    },
+    "engine/model/random_weights.py": {"checkpoint", "text", "batch", "model", "build.py", "engine.py"},
+    "engine/measure": {"model", "engine.py"},
+    "engine/process": {"build.py", "engine.py", "null_engine.py"},
+    "jobs/storage": set(),
+    "jobs/input": {"storage"},
+    "jobs/prompt": set(),
+    "jobs/store": set(),
+    "jobs/regroup": {"storage", "input", "prompt"},
+    "jobs/output": {"storage", "store", "regroup"},
+    "jobs/plan": {"storage", "input", "prompt", "store", "regroup", "output"},
+    "jobs/broker.py": {"store"},
+    "jobs/client.py": {"store", "output", "broker.py"},
+    "worker/engine": set(),
+    "worker/show": set(),
+    "worker/run": {"engine", "show"},
+    "worker/local": {"engine", "show", "run"},
+    "worker/serve": {"engine", "show", "run"},
+    "worker/tools": {"show", "run"},
+    "worker/cli": {"show", "local", "serve", "tools"},
+}
 TORCH_FAMILY = {"torch", "triton", "transformers", "accelerate"}
 TESTS_ONLY = {"transformers", "accelerate", "gguf", "pytest", "hypothesis", "duckdb", "pandas"}
 # The folders and files that may import torch when they are imported.
@@ -39,7 +77,7 @@ TORCH = (
         "engine/build.py",
         "engine/engine.py",
     ),
-    *("engine/checkpoint/weights.py", "engine/checkpoint/formats/"),
+    *("engine/checkpoint/gguf_codes.py", "engine/checkpoint/weights.py", "engine/checkpoint/formats/"),
 )
 
 
@@ -127,12 +165,40 @@ def test_a_package_imports_only_what_it_may() -> None:
     assert not guilty
 
 
+def to_folder(relative: str) -> str:
+    """Where FOLDERS has the file: itself, else its folder right below the package, else the package."""
+    parts = relative.split("/")
+    return relative if relative in FOLDERS else "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+
+
+def test_a_folder_imports_only_the_folders_it_may() -> None:
+    guilty = []
+    for relative in FILES:
+        folder, package = to_folder(relative), relative.split("/")[0]
+        if package in ("migrations", "gristmill"):
+            continue
+        allowed = {folder, package, *(f"{package}/{name}" for name in FOLDERS.get(folder, ()))}
+        found = {to_folder(file) for file in imported_files(relative) if file.startswith(f"{package}/")}
+        guilty += [f"{relative} imports {name}" for name in sorted(found - allowed)]
+    assert not guilty
+
+
+def test_the_allowed_arrows_run_in_no_circle() -> None:
+    arrows = {folder: {f"{folder.split('/')[0]}/{name}" for name in FOLDERS[folder]} for folder in FOLDERS}
+    assert set(TopologicalSorter(arrows).static_order()) == FOLDERS.keys()
+
+
 def test_nothing_is_imported_by_its_folder_name_alone() -> None:
     guilty = []
     for relative in FILES:
         names = top_levels(imported_names(ast.walk(load_tree(relative)))) & set(OURS)
         guilty += [f"{relative} imports {name}: write gristmill.{name}" for name in sorted(names)]
     assert not guilty
+
+
+def test_the_examples_import_nothing_of_the_tests() -> None:
+    for path in walk_python(ROOT / "examples"):
+        assert "tests" not in top_levels(imported_names(list(ast.walk(ast.parse(path.read_text()))))), path
 
 
 def test_no_import_runs_in_a_circle() -> None:
@@ -144,14 +210,21 @@ def test_no_import_runs_in_a_circle() -> None:
             return
         seen[relative] = False
         for each in sorted(imported_files(relative)):
-            if each.startswith("kernels/"):
-                continue
             walk(each, (*path, relative))
         seen[relative] = True
 
     for relative in FILES:
-        if not relative.startswith("kernels/"):
-            walk(relative, ())
+        walk(relative, ())
+
+
+def test_the_engine_knows_the_contract_of_the_kernels_and_none_of_the_devices() -> None:
+    known = {f"kernels/{name}.py" for name in ("contract", "dispatch", "linear", "quantized", "reference")}
+    guilty = []
+    for relative in FILES:
+        if relative.startswith("engine/"):
+            found = {path for path in imported_files(relative) if path.startswith("kernels/")}
+            guilty += [f"{relative} imports {path}" for path in sorted(found - known)]
+    assert not guilty
 
 
 def test_only_what_may_imports_torch() -> None:

@@ -11,8 +11,8 @@ import botocore.config
 import botocore.exceptions
 import pytest
 
+from examples.cluster.servers import S3Server
 from tests.s3_proxy import Fault, S3Proxy, random_faults, s3_proxy_before
-from tests.servers import S3Server
 
 LARGE = os.urandom(3_000_000)
 

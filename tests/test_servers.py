@@ -16,20 +16,16 @@ import psycopg
 import pytest
 import redis
 
+from examples.cluster.server_process import wheel_file
+from examples.cluster.servers import PostgresServer, RedisServer, S3Server, running
 from tests.conftest import start_or_skip
-from tests.server_process import wheel_file
-from tests.servers import PostgresServer, RedisServer, S3Server, running
 
 
-def test_redis_answers_on_an_empty_database(redis_url: str) -> None:
+@pytest.mark.parametrize("turn", [1, 2])
+def test_each_test_has_an_empty_redis_database_of_its_own(redis_url: str, turn: int) -> None:
     with redis.Redis.from_url(redis_url) as client:
         assert client.dbsize() == 0
         client.set("key", "value")
-
-
-def test_each_test_has_a_redis_database_of_its_own(redis_url: str) -> None:
-    with redis.Redis.from_url(redis_url) as client:
-        assert client.dbsize() == 0
 
 
 def test_postgres_answers_over_tcp_on_an_empty_database(postgres_url: str) -> None:
@@ -47,25 +43,6 @@ def test_s3_is_found_through_the_environment(s3_endpoint: str, s3_bucket: str) -
     client.close()
 
 
-def test_redis_comes_back_with_its_data_after_a_crash() -> None:
-    with running(RedisServer) as server:
-        with server.client() as client:
-            client.set("key", "value")
-        server.stop()
-        server.start()
-        with server.client() as client:
-            assert client.get("key") == b"value"
-
-
-def test_postgres_comes_back_with_its_data_after_an_immediate_stop() -> None:
-    with running(PostgresServer) as server:
-        server.execute("CREATE TABLE kept (x int)")
-        server.execute("INSERT INTO kept VALUES (7)")
-        server.stop()
-        server.start()
-        assert server.execute("SELECT x FROM kept") == [(7,)]
-
-
 def test_s3_comes_back_with_its_data_after_a_crash() -> None:
     with running(S3Server) as server:
         bucket = server.create_bucket()
@@ -77,8 +54,13 @@ def test_s3_comes_back_with_its_data_after_a_crash() -> None:
             assert client.get_object(Bucket=bucket, Key="key")["Body"].read() == b"value"
 
 
-def test_a_paused_postgres_answers_nobody_and_then_goes_on() -> None:
+def test_postgres_comes_back_with_its_data_and_answers_nobody_while_it_is_paused() -> None:
     with running(PostgresServer) as server:
+        server.execute("CREATE TABLE kept (x int)")
+        server.execute("INSERT INTO kept VALUES (7)")
+        server.stop()
+        server.start()
+        assert server.execute("SELECT x FROM kept") == [(7,)]
         with psycopg.connect(server.url()) as connection:
             server.pause()
             with pytest.raises(psycopg.OperationalError):
@@ -91,7 +73,7 @@ def test_a_paused_postgres_answers_nobody_and_then_goes_on() -> None:
 def test_a_server_dies_with_the_process_that_started_it(repo_root: Path) -> None:
     code = (
         "import os, time\n"
-        "from tests.servers import RedisServer, running\n"
+        "from examples.cluster.servers import RedisServer, running\n"
         "with running(RedisServer) as server:\n"
         "    print(server.process.pid, flush=True)\n"
         "    time.sleep(60)\n"
@@ -105,14 +87,17 @@ def test_a_server_dies_with_the_process_that_started_it(repo_root: Path) -> None
     server.wait(timeout=10)
 
 
-def test_a_server_outlives_the_thread_that_started_it() -> None:
+def test_redis_comes_back_with_its_data_and_outlives_the_thread_that_started_it() -> None:
     with running(RedisServer) as server:
+        with server.client() as client:
+            client.set("key", "value")
         server.stop()
         thread = threading.Thread(target=server.start)
         thread.start()
         thread.join()
         time.sleep(0.1)
-        server.check_ready()
+        with server.client() as client:
+            assert client.get("key") == b"value"
 
 
 class MissingServer(RedisServer):

@@ -15,7 +15,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from tests.servers import PostgresServer, RedisServer, S3Server
+from examples.cluster.servers import PostgresServer, RedisServer, S3Server
 from tests.tcp_proxy import TcpProxy, proxy_before
 
 

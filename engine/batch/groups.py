@@ -5,15 +5,19 @@ Found in the block tables themselves: where neighbours' tables begin with the sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.kernels.ops import PrefixGroup
+from gristmill.kernels.contract import PrefixGroup
 
-MIN_SAVED_BLOCKS = 16  # reads of a block that a group must save to be worth a pass of its own
+IsWorthwhile = Callable[[int, int], bool]  # whether a group of so many rows and so many blocks is
 
 
-def plan_groups(tables: NDArray[np.int32], num_full: NDArray[np.int64]) -> tuple[PrefixGroup, ...]:
+def plan_groups(
+    tables: NDArray[np.int32], num_full: NDArray[np.int64], is_worthwhile: IsWorthwhile
+) -> tuple[PrefixGroup, ...]:
     """The groups of rows that are sorted by prompt, each inside another or beside it.
 
     tables: [n, max_blocks]; num_full: [n], each row's blocks that were complete before the step: only they are shared.
@@ -34,7 +38,7 @@ def plan_groups(tables: NDArray[np.int32], num_full: NDArray[np.int64]) -> tuple
         if common > (open_runs[-1][1] if open_runs else 0):
             open_runs.append((first, common))
     groups.sort(key=lambda g: (g.first_sequence, g.first_block))
-    return _worthwhile(groups)
+    return _select(groups, is_worthwhile)
 
 
 def _common_blocks(tables: NDArray[np.int32], num_full: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -48,7 +52,7 @@ def _common_blocks(tables: NDArray[np.int32], num_full: NDArray[np.int64]) -> ND
     return np.minimum(common, limit)
 
 
-def _worthwhile(groups: list[PrefixGroup]) -> tuple[PrefixGroup, ...]:
+def _select(groups: list[PrefixGroup], is_worthwhile: IsWorthwhile) -> tuple[PrefixGroup, ...]:
     """Leaves out groups that save too little; their blocks go to the groups inside them, or to the rows' own parts.
 
     groups: outer ones before those inside them.
@@ -60,7 +64,7 @@ def _worthwhile(groups: list[PrefixGroup]) -> tuple[PrefixGroup, ...]:
             path.pop()
         start = path[-1].first_block + path[-1].num_blocks if path else 0
         size = group.first_block + group.num_blocks - start
-        if (group.num_sequences - 1) * size >= MIN_SAVED_BLOCKS:
+        if is_worthwhile(group.num_sequences, size):
             kept.append(PrefixGroup(group.first_sequence, group.num_sequences, start, size))
             path.append(kept[-1])
     return tuple(kept)

@@ -7,11 +7,12 @@ them, and freed after the last. Sharing is by tokens: of a block that two prompt
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from gristmill.engine.batch.block_pool import BlockPool
 from gristmill.engine.batch.prefix_node import TOKEN_BYTES, PrefixNode
-from gristmill.engine.batch.prefix_theory import common_tokens
 from gristmill.engine.batch.sequence import Sequence
 from gristmill.engine.config import BLOCK_SIZE
 
@@ -204,3 +205,31 @@ def path_to(leaf: PrefixNode | None) -> list[PrefixNode]:
         leaf = leaf.parent
     path.reverse()
     return path
+
+
+def max_shared_tokens(prompts: Iterable[array[int]]) -> int:
+    """Tokens of the prompts that need no computing when every distinct prefix is computed once: a perfect cache.
+
+    That is all tokens less the nodes of the prompts' trie; but each prompt computes its last token itself, because
+    the logits after it are wanted. In sorted order a prompt's longest common prefix is the one with its neighbour.
+    """
+    ordered = sorted(prompt.tobytes() for prompt in prompts)
+    total = 0
+    for previous, prompt in zip(ordered, ordered[1:], strict=False):
+        total += min(common_tokens(previous, prompt), len(prompt) // TOKEN_BYTES - 1)
+    return total
+
+
+def common_tokens(a: bytes, b: bytes, position: int = 0) -> int:
+    """How many whole tokens a shares with b[position:] from the start on; both are uint32 token ids."""
+    low, high = 0, min(len(a), len(b) - position) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if (
+            a[low * TOKEN_BYTES : middle * TOKEN_BYTES]
+            == (b[position + low * TOKEN_BYTES : position + middle * TOKEN_BYTES])
+        ):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill.engine.batch.prefix_node import PrefixNode
-from gristmill.engine.batch.sampling_kinds import GREEDY, has_penalties, sampling_kind
 from gristmill.engine.config import BLOCK_SIZE
-from gristmill.engine.request import Request
+from gristmill.engine.request import GREEDY, Request
 from gristmill.engine.text.stop import StopChecker
 
 
@@ -215,8 +214,8 @@ class Slots:
         p = sequence.request.sampling
         self.ignore_eos[slot] = p.ignore_eos
         self.needs_checks[slot] = bool(p.stop_token_ids) or sequence.stop_checker is not None
-        self.has_penalties[slot] = has_penalties(p)
-        self.kind[slot] = sampling_kind(p)
+        self.has_penalties[slot] = p.has_penalties
+        self.kind[slot] = p.kind
         self.temperature[slot] = p.temperature
         self.top_k[slot] = p.top_k
         self.top_p[slot] = p.top_p

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.engine.checkpoint.gguf import GGUFFile
-from gristmill.engine.checkpoint.json_files import load_optional_json_object
+from gristmill.engine.model_files import load_optional_json_object
 
 # Tokens that end a turn of a chat, whatever the files call the end of text.
 END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gristmill.engine.checkpoint.gguf import load_gguf
-from gristmill.engine.checkpoint.model_path import find_model_kind
 from gristmill.engine.checkpoint.opening import resolve_dtype
 from gristmill.engine.checkpoint.safetensors_header import read_header, weight_files
+from gristmill.engine.model_files import find_model_kind
 
 _TEXT_FILES = (
     "config.json",

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from gristmill.engine.checkpoint.architectures import ARCHITECTURES
 from gristmill.engine.checkpoint.eos import gguf_eos_token_ids
 from gristmill.engine.checkpoint.gguf import GGUFFile, tensor_bytes
 from gristmill.engine.checkpoint.gguf_quants import dequantize
 from gristmill.engine.config import ModelConfig, RopeScaling
 from gristmill.engine.errors import ModelRefused
-
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def gguf_model_config(file: GGUFFile) -> ModelConfig:
@@ -57,13 +56,10 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope_theta=rope_theta,
         rope_scaling=scaling,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        output_bias="blk.0.attn_output.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
         tie_embeddings="output.weight" not in file.tensors,
         sliding_window=int(window) if window and window < context_size else None,
         eos_token_ids=gguf_eos_token_ids(file),
+        **ARCHITECTURES[architecture].gguf_flags(file.tensors),
     )
 
 

@@ -1,6 +1,6 @@
 """ModelConfig from the config.json of a Hugging Face folder.
 
-Values a config.json leaves out take the defaults of the architecture's configuration class in transformers.
+What is particular to an architecture, defaults and flags, is its row in architectures.py.
 """
 
 from __future__ import annotations
@@ -9,29 +9,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from gristmill.engine.checkpoint.architectures import ARCHITECTURES, Architecture
 from gristmill.engine.checkpoint.eos import hf_eos_token_ids
-from gristmill.engine.checkpoint.gguf_config import ARCHITECTURES
-from gristmill.engine.checkpoint.json_files import load_json_object
 from gristmill.engine.config import ModelConfig, RopeScaling
 from gristmill.engine.errors import ModelRefused
-
-_CLASSES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
-    "qwen3": {
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "head_dim": 128,
-    },
-}
+from gristmill.engine.model_files import load_json_object
 
 
 def hf_model_config(folder: Path) -> ModelConfig:
@@ -43,7 +25,7 @@ def hf_model_config(folder: Path) -> ModelConfig:
         )
     raw = load_json_object(path)
     architecture = _architecture(path, raw)
-    keys = _Keys(path, _DEFAULTS[architecture] | raw)
+    keys = _Keys(path, {**architecture.defaults, **raw})
     _refuse_unsupported(path, raw)
     num_heads = keys.count("num_attention_heads")
     hidden_size = keys.count("hidden_size")
@@ -51,11 +33,10 @@ def hf_model_config(folder: Path) -> ModelConfig:
     scaling, rope_theta = _rope(path, raw, context_size)
     if scaling is not None and scaling.kind == "yarn":
         context_size = max(context_size, int(scaling.factor * scaling.original_context_size))
-    attention_bias = bool(raw.get("attention_bias", False)) and architecture in ("llama", "qwen3")
     num_layers = keys.count("num_hidden_layers")
-    window = _sliding_window(path, keys.values, architecture, num_layers)
+    window = _sliding_window(path, keys.values, architecture.sliding_window, num_layers)
     return ModelConfig(
-        architecture=architecture,
+        architecture=architecture.name,
         vocab_size=keys.count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=keys.count("intermediate_size"),
@@ -67,25 +48,23 @@ def hf_model_config(folder: Path) -> ModelConfig:
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=scaling,
-        qkv_bias=attention_bias or architecture == "qwen2",
-        output_bias=attention_bias,
-        qk_norm=architecture == "qwen3",
-        mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias", False)),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_embeddings=bool(keys.values.get("tie_word_embeddings", False)),
         sliding_window=window if window is not None and window < context_size else None,
         eos_token_ids=hf_eos_token_ids(folder),
+        **architecture.hf_flags(keys.values),
     )
 
 
-def _architecture(path: Path, raw: dict[str, Any]) -> str:
+def _architecture(path: Path, raw: dict[str, Any]) -> Architecture:
     names = raw.get("architectures") or []
-    known = [_CLASSES[name] for name in names if name in _CLASSES] if isinstance(names, list) else []
+    classes = {row.hf_class: row for row in ARCHITECTURES.values()}
+    known = [classes[name] for name in names if name in classes] if isinstance(names, list) else []
     if known:
         return known[0]
     if not names and raw.get("model_type") in ARCHITECTURES:
-        return str(raw["model_type"])
+        return ARCHITECTURES[raw["model_type"]]
     found = ", ".join(map(str, names)) if names else repr(raw.get("model_type"))
-    raise ModelRefused(f"{path}: architecture {found} is not supported; use one of {', '.join(_CLASSES)}")
+    raise ModelRefused(f"{path}: architecture {found} is not supported; use one of {', '.join(classes)}")
 
 
 def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
@@ -94,12 +73,12 @@ def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
         raise ModelRefused(f"{path}: activation {activation!r} is not supported; use a model with silu")
 
 
-def _sliding_window(path: Path, values: dict[str, Any], architecture: str, num_layers: int) -> int | None:
+def _sliding_window(path: Path, values: dict[str, Any], uses: str, num_layers: int) -> int | None:
     """The window of every layer, or None; a model that mixes full and windowed layers is refused."""
     window = values.get("sliding_window")
-    if architecture == "llama" or not isinstance(window, int) or window < 1:
+    if uses == "never" or not isinstance(window, int) or window < 1:
         return None
-    if architecture == "mistral":
+    if uses == "always":
         return int(window)
     if not values.get("use_sliding_window", False):
         return None

@@ -5,23 +5,23 @@ Nothing is loaded and torch is not imported. What can't be run is refused here, 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from gristmill.engine.checkpoint.architectures import ARCHITECTURES
 from gristmill.engine.checkpoint.formats.quantization_config import load_plan
 from gristmill.engine.checkpoint.gguf import GGUFFile, load_gguf
 from gristmill.engine.checkpoint.gguf_config import gguf_model_config
 from gristmill.engine.checkpoint.hf_config import hf_model_config
-from gristmill.engine.checkpoint.json_files import load_json_object
-from gristmill.engine.checkpoint.model_path import find_model_kind
 from gristmill.engine.checkpoint.safetensors_header import load_headers
 from gristmill.engine.checkpoint.tensor_sources import QuantizedSource, TensorSource, gather_quantized
 from gristmill.engine.checkpoint.weight_names import check_tensors, hf_name
 from gristmill.engine.config import ModelConfig
 from gristmill.engine.errors import ModelRefused
+from gristmill.engine.model_files import find_model_kind, load_json_object
+from gristmill.kernels.dispatch import default_dtype
 
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _FLOAT_TYPES = tuple(_NAMES)
@@ -69,20 +69,18 @@ def check_quantization(checkpoint: Checkpoint, quantization: str) -> None:
 
 
 def resolve_dtype(dtype: str) -> str:
-    """bfloat16 or float32; auto: bfloat16 where the CPU has AVX512-BF16 or AMX to multiply it."""
+    """bfloat16 or float32; auto: what the device multiplies fast. Raises ModelRefused."""
     if dtype in ("bfloat16", "float32"):
         return dtype
     if dtype != "auto":
         raise ModelRefused(f"dtype {dtype!r} is not known; use auto, bfloat16 or float32")
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
-    return "bfloat16" if re.search(r"\b(avx512_bf16|amx_bf16)\b", flags) else "float32"
+    return default_dtype()
 
 
 def _gguf_checkpoint(file: GGUFFile) -> Checkpoint:
     config = gguf_model_config(file)
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-    interleaved = config.architecture in ("llama", "mistral")
+    interleaved = ARCHITECTURES[config.architecture].interleaves_rotary
     tensors: dict[str, TensorSource] = {}
     for tensor in file.tensors.values():
         if tensor.name == "rope_freqs.weight":  # became config.rope_scaling

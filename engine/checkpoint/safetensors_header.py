@@ -1,20 +1,22 @@
-"""Headers of the safetensors files of a model folder: where each tensor lies, checked against file sizes.
+"""Headers of the safetensors files of a model folder: where each tensor lies.
 
-Only headers are read (https://github.com/huggingface/safetensors#format); pickled weights are never opened.
+The format's own parser reads and checks them against file sizes; pickled weights are never opened.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
-from gristmill.engine.checkpoint.json_files import load_json_object
-from gristmill.engine.checkpoint.model_path import open_model_file
+from safetensors import SafetensorError, safe_open
+
 from gristmill.engine.errors import ModelRefused
+from gristmill.engine.model_files import load_json_object, open_model_file
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # Bytes of an element; what a tensor may be of is decided by what it is.
@@ -64,7 +66,7 @@ def load_headers(folder: Path) -> dict[str, SafetensorsEntry]:
     """Every tensor of the model by name."""
     entries: dict[str, SafetensorsEntry] = {}
     for file in weight_files(folder):
-        for entry_name, entry in _file_entries(file).items():
+        for entry_name, entry in _file_entries(file):
             if entry_name in entries:
                 raise ModelRefused(
                     f"{folder}: tensor {entry_name} is in two files, the second is {file.name};"
@@ -87,42 +89,34 @@ def read_header(file: Path) -> bytes:
         return stream.read(length)
 
 
-def _file_entries(file: Path) -> dict[str, SafetensorsEntry]:
+def _file_entries(file: Path) -> Iterator[tuple[str, SafetensorsEntry]]:
+    """The file's tensors in the order of their bytes, which the parser has found to follow each other gapless."""
     header = read_header(file)
+    offset = 8 + len(header)
     try:
-        table = json.loads(header)
-    except ValueError as error:
-        raise ModelRefused(
-            f"{file}: the safetensors header is not JSON ({error}); download it again"
-        ) from error
-    if not isinstance(table, dict):
-        raise ModelRefused(f"{file}: the safetensors header is not an object; download it again")
-    size = file.stat().st_size
-    start = 8 + len(header)
-    return {
-        name: _entry(file, name, item, start, size) for name, item in table.items() if name != "__metadata__"
-    }
+        with safe_open(str(file), framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+    except SafetensorError as error:
+        raise ModelRefused(f"{file}: {_reason(file, header)} ({error}); download it again") from error
+    for name, found in slices.items():
+        kind, shape = str(found.get_dtype()), tuple(found.get_shape())
+        if kind not in _TYPE_BYTES:
+            raise ModelRefused(
+                f"{file}: tensor {name} is {kind}, which is not supported; use weights in {', '.join(_TYPE_BYTES)}"
+            )
+        num_bytes = prod(shape) * _TYPE_BYTES[kind]
+        yield name, SafetensorsEntry(str(file), offset, num_bytes, shape, kind)
+        offset += num_bytes
 
 
-def _entry(file: Path, name: str, item: Any, start: int, size: int) -> SafetensorsEntry:
+def _reason(file: Path, header: bytes) -> str:
+    """What is wrong with a file that the parser does not take."""
     try:
-        kind, shape = str(item["dtype"]), tuple(int(n) for n in item["shape"])
-        begin, end = (int(n) for n in item["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelRefused(
-            f"{file}: the entry of tensor {name} is malformed; download the file again"
-        ) from error
-    if kind not in _TYPE_BYTES:
-        raise ModelRefused(
-            f"{file}: tensor {name} is {kind}, which is not supported; use weights in {', '.join(_TYPE_BYTES)}"
-        )
-    if start + end > size:
-        raise ModelRefused(
-            f"{file}: truncated: tensor {name} ends at byte {start + end}"
-            f" but the file has {size}; download it again"
-        )
-    if begin < 0 or any(n < 0 for n in shape) or end - begin != prod(shape) * _TYPE_BYTES[kind]:
-        raise ModelRefused(
-            f"{file}: tensor {name} of shape {list(shape)} has {end - begin} bytes; download the file again"
-        )
-    return SafetensorsEntry(str(file), start + begin, end - begin, shape, kind)
+        json.loads(header)
+    except ValueError:
+        return "the safetensors header is not JSON"
+    ends = re.findall(rb'"data_offsets":\s*\[\s*\d+\s*,\s*(\d+)\s*\]', header)
+    end, size = 8 + len(header) + max(map(int, ends), default=0), file.stat().st_size
+    if end > size:
+        return f"truncated: its tensors end at byte {end} but the file has {size}"
+    return "the safetensors header does not fit the file"

@@ -5,25 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from gristmill.engine.checkpoint.architectures import LAYER_TENSORS, TOP_NAMES
 from gristmill.engine.config import ModelConfig
 from gristmill.engine.errors import ModelRefused
 
 Shape = tuple[int, ...]
 
-_GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_GGUF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_GGUF_LAYER = {tensor.gguf: tensor.name for tensor in LAYER_TENSORS}
 _GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
 
 
@@ -34,8 +22,9 @@ def hf_name(gguf_name: str) -> str | None:
         return None
     layer, part, kind = match.groups()
     if layer is None:
-        return f"{_GGUF_TOP[part]}.{kind}" if part in _GGUF_TOP else None
-    return f"model.layers.{int(layer)}.{_GGUF_LAYER[part]}.{kind}" if part in _GGUF_LAYER else None
+        return f"{TOP_NAMES[part]}.{kind}" if part in TOP_NAMES else None
+    name = _GGUF_LAYER.get(f"{part}.{kind}")
+    return None if name is None else f"model.layers.{int(layer)}.{name}"
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -85,31 +74,12 @@ def _is_ignorable(name: str) -> bool:
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, Shape] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (query, hidden),
-        "self_attn.k_proj.weight": (key, hidden),
-        "self_attn.v_proj.weight": (key, hidden),
-        "self_attn.o_proj.weight": (hidden, query),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
+    sizes = {
+        "hidden": config.hidden_size,
+        "inner": config.intermediate_size,
+        "query": config.num_heads * config.head_dim,
+        "key": config.num_kv_heads * config.head_dim,
+        "head": config.head_dim,
     }
-    if config.qkv_bias:
-        shapes |= {
-            f"self_attn.{part}_proj.bias": (size,) for part, size in (("q", query), ("k", key), ("v", key))
-        }
-    if config.output_bias:
-        shapes["self_attn.o_proj.bias"] = (hidden,)
-    if config.qk_norm:
-        shapes |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
-    if config.mlp_bias:
-        shapes |= {
-            "mlp.gate_proj.bias": (inner,),
-            "mlp.up_proj.bias": (inner,),
-            "mlp.down_proj.bias": (hidden,),
-        }
-    return shapes
+    wanted = [each for each in LAYER_TENSORS if each.flag is None or getattr(config, each.flag)]
+    return {each.name: tuple(sizes[size] for size in each.shape) for each in wanted}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gristmill.engine.checkpoint.formats.gguf_codes import can_keep_codes, iterate_rows, load_codes
+from gristmill.engine.checkpoint.gguf_codes import can_keep_codes, iterate_rows, load_codes
 from gristmill.engine.checkpoint.gguf_quants import dequantize
 from gristmill.engine.checkpoint.opening import Checkpoint
 from gristmill.engine.checkpoint.tensor_sources import QuantizedSource, TensorSource

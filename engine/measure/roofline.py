@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from gristmill.engine.checkpoint.opening import resolve_dtype
 from gristmill.engine.config import ModelConfig
 from gristmill.engine.model.decoder import Model
 from gristmill.engine.step_trace import StepRecord
@@ -59,22 +58,20 @@ class Gemm(NamedTuple):
     num_outputs: int
 
 
-def calibrate(dtype: str) -> MachineRates:
-    """Measures the machine for weights of this dtype, bfloat16 or float32; takes a second or two."""
-    stream = torch.ones(STREAM_BYTES // 4, dtype=torch.float32)
+def calibrate(device: torch.device, dtype: torch.dtype) -> MachineRates:
+    """Measures the device for products of this dtype, bfloat16 or float32; takes a second or two."""
+    stream = torch.ones(STREAM_BYTES // 4, dtype=torch.float32, device=device)
     read_s = _best_seconds(lambda: stream.sum())
-    # Without instructions for bfloat16 the weights are stored in it and multiplied in float32.
-    is_native = dtype == "bfloat16" and resolve_dtype("auto") == "bfloat16"
     num_rows, num_inputs, num_outputs = GEMM_SHAPE
-    x = torch.ones(num_rows, num_inputs, dtype=torch.bfloat16 if is_native else torch.float32)
-    weight = torch.ones(num_inputs, num_outputs, dtype=x.dtype)
+    x = torch.ones(num_rows, num_inputs, dtype=dtype, device=device)
+    weight = torch.ones(num_inputs, num_outputs, dtype=dtype, device=device)
     multiply_s = _best_seconds(lambda: x @ weight)
     return MachineRates(STREAM_BYTES / read_s, 2 * num_rows * num_inputs * num_outputs / multiply_s)
 
 
-def measure_rates(model: Model, dtype: str, max_rows: int) -> MachineRates:
+def measure_rates(model: Model, max_rows: int) -> MachineRates:
     """The same, but the products are the model's own linear layers, where these are faster than torch's."""
-    rates, num_rows = calibrate(dtype), min(MAX_LAYER_ROWS, max_rows)
+    rates, num_rows = calibrate(model.backend.device, model.dtype), min(MAX_LAYER_ROWS, max_rows)
     with torch.inference_mode():
         seconds = min(model.step_seconds(num_rows) for _ in range(MIN_PROBES))
     own = count_linear_flops(model.config, num_rows) / seconds

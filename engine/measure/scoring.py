@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from gristmill.engine.config import BLOCK_SIZE
 from gristmill.engine.engine import Engine
-from gristmill.kernels.ops import AttentionBatch
+from gristmill.kernels.contract import AttentionBatch
 
 MAX_LOGIT_ROWS = 64  # two models' logits of so many tokens are in memory: 64 x 49,152 float32 are 13 MB
 
@@ -91,15 +90,8 @@ class Scorer:
             block_tables=tables,
             sliding_window=self._model.config.sliding_window,
         )
-        blocks = layout.tables[rows, positions // BLOCK_SIZE].astype(np.int64)
-        padding = self._model.padded_rows(stop - start) - (stop - start)
-        hidden = self._model.forward(
-            functional.pad(torch.from_numpy(layout.token_ids[start:stop]), (0, padding)),
-            functional.pad(torch.from_numpy(positions), (0, padding)),
-            torch.from_numpy(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
-            self._cache,
-            self._cache.plan(batch),
-        )
+        step = self._model.build_input(layout.token_ids[start:stop], batch, self._cache)
+        hidden = self._model.forward(step, self._cache)
         return hidden[torch.from_numpy(layout.is_asked[start:stop])]
 
 

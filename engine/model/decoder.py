@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from gristmill.engine.config import ModelConfig
+from gristmill.engine.config import BLOCK_SIZE, ModelConfig
 from gristmill.engine.errors import ModelRefused
 from gristmill.engine.model.rope import build_rope_tables
-from gristmill.kernels import ops
-from gristmill.kernels.cpu.layers import LayerWeights, build_layers
-from gristmill.kernels.cpu.library import NO_CPU_KERNELS, CpuKernels
-from gristmill.kernels.cpu.linear import activation_dtype
-from gristmill.kernels.linear import GatedLinear, Linear, round_rows, warm_sizes
-from gristmill.kernels.quantized import QuantizedTensor
+from gristmill.kernels.contract import (
+    AttentionBatch,
+    Backend,
+    HeadNorms,
+    KVCache,
+    KVScales,
+    KVSpec,
+    LayerWeights,
+    ModelInput,
+    RopeTables,
+)
+from gristmill.kernels.linear import Linear
+from gristmill.kernels.quantized import QuantizedTensor, Weight
 
-Packed = TypeVar("Packed", Linear, GatedLinear)
-Weight = Tensor | QuantizedTensor
 # Logits are made for few enough tokens at a time that malloc keeps their memory for the next ones: it gives larger
 # pieces back to the system, and clearing fresh pages takes a fifth of the time of making logits.
 MAX_LOGITS_BYTES = 32 << 20
@@ -33,9 +41,9 @@ MIN_HEAD_ROWS, MAX_HEAD_ROWS = 64, 256  # not so few that reading the head's wei
 
 
 class Model:
-    """Weights on the device, ready to run. weights: pairs (Hugging Face name, weight) in any order.
+    """Weights on the backend's device, ready to run. weights: pairs (Hugging Face name, weight) in any order.
 
-    A weight is a tensor of `dtype` or, of a linear layer or the embeddings, a QuantizedTensor. Where the CPU can't
+    A weight is a tensor of `dtype` or, of a linear layer or the embeddings, a QuantizedTensor. Where the device can't
     multiply bfloat16, weights and KV cache of that type are read as such and all else is float32.
     """
 
@@ -45,64 +53,49 @@ class Model:
         weights: Iterable[tuple[str, Weight]],
         dtype: torch.dtype,
         num_positions: int,
-        kernels: CpuKernels = NO_CPU_KERNELS,
+        backend: Backend,
     ) -> None:
-        self.config, self.kernels = config, kernels
-        self.dtype = activation_dtype(kernels, dtype)
-        self.pointwise = ops.Pointwise(kernels)
-        self.rope = build_rope_tables(config, num_positions)
-        self.scale = config.head_dim**-0.5
-        loader = _LayerLoader(config, kernels, self.dtype)
+        self.config, self.backend = config, backend
+        self.dtype = backend.activation_dtype(dtype)
+        loader = LayerLoader(config, backend, self.dtype)
         for name, tensor in weights:
             loader.take(name, tensor)
         self.layers = loader.layers()
-        self._compiled = build_layers(
-            kernels, self.layers, config.rms_norm_eps, config.num_heads, config.head_dim, self.dtype
-        )
         embedding = loader.pop("model.embed_tokens.weight")
-        self.final_norm = loader.pop_tensor("model.norm.weight").to(self.dtype)
+        self.final_norm = loader.pop_norm("model.norm.weight")
         head = embedding if config.tie_embeddings else loader.pop("lm_head.weight")
-        self.head = Linear(head, None, kernels)
+        self.head = backend.linear(head)
         self.max_head_rows = max_head_rows(config.vocab_size)
+        self.rope = RopeTables(*(t.to(backend.device) for t in build_rope_tables(config, num_positions)))
+        self.stack = backend.layer_stack(self.layers, self.rope, config.rms_norm_eps, self.padded_rows)
         # A tied head that is held in codes has the embeddings, too.
         self.embedding = None if head is embedding and self.head.has_rows else embedding
+        if isinstance(self.embedding, Tensor):
+            self.embedding = self.embedding.to(backend.device)
 
-    def forward(
+    def kv_spec(self, dtype: torch.dtype, scales: KVScales | None = None) -> KVSpec:
+        """What a KV cache of this model is made for."""
+        c = self.config
+        return KVSpec(c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, BLOCK_SIZE, dtype, scales)
+
+    def build_input(
         self,
-        input_ids: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        cache: ops.KVCache,
-        plan: Any,
-        kept: Tensor | None = None,
-    ) -> Tensor:
+        token_ids: NDArray[np.int64],
+        batch: AttentionBatch,
+        cache: KVCache,
+        kept: NDArray[np.int64] | None = None,
+    ) -> ModelInput:
+        """The step of these tokens, sequence after sequence, on the device. kept: see ModelInput."""
+        return cache.build_input(token_ids, batch, self.padded_rows(len(token_ids)), kept)
+
+    def forward(self, inputs: ModelInput, cache: KVCache) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the last layer, before the final norm.
 
-        input_ids, positions: [padded_tokens] int64; slot_mapping: [num_tokens]; rows after num_tokens are padding.
-        kept: the tokens whose hidden states are wanted, ascending int64, [num_kept, hidden_size] then. The last layer
-        gives the others keys and values and nothing else.
+        Of inputs.kept, where it is given; the last layer gives the other tokens keys and values and nothing else.
         """
-        c, num_tokens = self.config, len(slot_mapping)
-        x = self._embed(input_ids)
-        if kept is not None and len(kept) == num_tokens:
-            kept = None
-        if self._compiled is not None and len(x) == num_tokens:
-            return self._compiled.run(
-                x, cache.storage, self.rope, positions, slot_mapping, plan, self.scale, kept
-            )
-        for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(self._norm(x, layer.input_norm))
-            cache.append(index, qkv, self.rope, positions, slot_mapping, c.num_heads, layer.head_norms)
-            attended = cache.attend(index, qkv, plan, self.scale, c.num_heads)
-            if kept is not None and index == c.num_layers - 1:
-                num_tokens = len(kept)
-                if not num_tokens:
-                    return x[:0]
-                kept = functional.pad(kept, (0, self.padded_rows(num_tokens) - num_tokens))
-                attended, x = attended[kept], x[kept]
-            x = layer.output.add(attended, x)
-            x = layer.down.add(layer.gated(self._norm(x, layer.mlp_norm)), x)
-        return x[:num_tokens]
+        if inputs.kept is not None and len(inputs.kept) == len(inputs.slot_mapping):
+            inputs = replace(inputs, kept=None)
+        return self.stack.run(self._embed(inputs.input_ids), inputs, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_tokens, vocab_size] of hidden: [num_tokens, hidden_size]; at most max_head_rows tokens."""
@@ -117,13 +110,12 @@ class Model:
     def linear_bits(self) -> float:
         """Bits of a weight of the layers' linears, their scales and offsets included."""
         layer = self.layers[0]
-        linears = (layer.qkv, layer.output, layer.gated, layer.down)
-        num_weights = sum(each.num_weights for each in linears)
-        return sum(each.bits_per_weight * each.num_weights for each in linears) / num_weights
+        num_weights = sum(each.num_weights for each in layer.linears)
+        return 8 * sum(each.num_bytes for each in layer.linears) / num_weights
 
     def padded_rows(self, num_rows: int) -> int:
         """The number of rows that linears are called with for `num_rows` tokens."""
-        return round_rows(num_rows, self.head.any_rows)
+        return num_rows if self.head.any_rows else self.backend.round_rows(num_rows)
 
     def step_seconds(self, num_rows: int) -> float:
         """How long the linear layers of a step of this many tokens take, by one layer's time."""
@@ -134,10 +126,12 @@ class Model:
 
     def warm(self, max_rows: int) -> None:
         """Runs every row count once through one layer and the head, so that no step waits for code generation."""
-        for rows in warm_sizes(max_rows, self.head.any_rows):
+        if self.head.any_rows:
+            return
+        for rows in sorted({self.padded_rows(n) for n in range(1, max_rows + 1)}):
             self._run_linears(rows)
-        for rows in warm_sizes(min(max_rows, self.max_head_rows), self.head.any_rows):
-            self.logits(torch.zeros(rows, self.config.hidden_size, dtype=self.dtype))
+            if rows <= self.max_head_rows:
+                self.logits(self._zeros(rows))
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         if self.embedding is None:
@@ -146,15 +140,18 @@ class Model:
             return self.embedding.take_rows(input_ids).dequantize().to(self.dtype)
         return self.embedding[input_ids].to(self.dtype)
 
+    def _zeros(self, num_rows: int) -> Tensor:
+        return torch.zeros(num_rows, self.config.hidden_size, dtype=self.dtype, device=self.backend.device)
+
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.pointwise.rms_norm(x, weight, self.config.rms_norm_eps)
+        return self.backend.rms_norm(x, weight, self.config.rms_norm_eps)
 
     def _run_linears(self, num_rows: int) -> None:
         layer, size = self.layers[0], self.config.num_heads * self.config.head_dim
-        x = torch.zeros(num_rows, self.config.hidden_size, dtype=self.dtype)
+        x = self._zeros(num_rows)
         layer.qkv(x)
-        layer.output.add(x.new_zeros(num_rows, size), x)
-        layer.down.add(layer.gated(x), x)
+        layer.output(x.new_zeros(num_rows, size), "add", x)
+        layer.down(layer.gated(x), "add", x)
 
 
 def max_head_rows(vocab_size: int) -> int:
@@ -163,14 +160,14 @@ def max_head_rows(vocab_size: int) -> int:
     return min(max(rows, MIN_HEAD_ROWS), MAX_HEAD_ROWS)
 
 
-class _LayerLoader:
+class LayerLoader:
     """Takes tensors in any order and packs a linear as soon as its parts are there, so that few are held twice."""
 
-    def __init__(self, config: ModelConfig, kernels: CpuKernels, dtype: torch.dtype) -> None:
-        self.config, self.kernels, self.dtype = config, kernels, dtype
+    def __init__(self, config: ModelConfig, backend: Backend, dtype: torch.dtype) -> None:
+        self.config, self.backend, self.dtype = config, backend, dtype
         self.parts: dict[str, Weight] = {}
         self.linears: dict[str, Linear] = {}
-        self.gated: dict[str, GatedLinear] = {}
+        self.gated: dict[str, Linear] = {}
 
     def take(self, name: str, weight: Weight) -> None:
         self.parts[name] = weight
@@ -190,7 +187,7 @@ class _LayerLoader:
 
     def layers(self) -> list[LayerWeights]:
         """The layers, in order. Raises ModelRefused naming what is missing."""
-        return [self._layer(f"model.layers.{i}.") for i in range(self.config.num_layers)]
+        return [self.layer(index) for index in range(self.config.num_layers)]
 
     def pop(self, name: str) -> Weight:
         """One weight that is not part of a layer's linears."""
@@ -200,28 +197,30 @@ class _LayerLoader:
             )
         return self.parts.pop(name)
 
-    def pop_tensor(self, name: str) -> Tensor:
-        """The same, of a weight that is never quantized."""
+    def pop_norm(self, name: str) -> Tensor:
+        """The same, of a norm, which is never quantized: in the type of activations, on the device."""
         weight = self.pop(name)
         assert isinstance(weight, Tensor), f"{name} is in codes"
-        return weight
+        return weight.to(self.backend.device, self.dtype)
 
-    def _layer(self, base: str) -> LayerWeights:
+    def layer(self, index: int) -> LayerWeights:
+        """One layer."""
+        base = f"model.layers.{index}."
         return LayerWeights(
-            input_norm=self.pop_tensor(base + "input_layernorm.weight").to(self.dtype),
+            input_norm=self.pop_norm(base + "input_layernorm.weight"),
             qkv=self._take(self.linears, base + "qkv"),
             head_norms=self._head_norms(base) if self.config.qk_norm else None,
             output=self._take(self.linears, base + "self_attn.o_proj"),
-            mlp_norm=self.pop_tensor(base + "post_attention_layernorm.weight").to(self.dtype),
+            mlp_norm=self.pop_norm(base + "post_attention_layernorm.weight"),
             gated=self._take(self.gated, base + "mlp."),
             down=self._take(self.linears, base + "mlp.down_proj"),
         )
 
-    def _head_norms(self, base: str) -> ops.HeadNorms:
-        q, k = (self.pop_tensor(f"{base}self_attn.{name}_norm.weight").to(self.dtype) for name in "qk")
-        return ops.HeadNorms(q, k, self.config.rms_norm_eps)
+    def _head_norms(self, base: str) -> HeadNorms:
+        q, k = (self.pop_norm(f"{base}self_attn.{name}_norm.weight") for name in "qk")
+        return HeadNorms(q, k, self.config.rms_norm_eps)
 
-    def _take(self, packed: dict[str, Packed], name: str) -> Packed:
+    def _take(self, packed: dict[str, Linear], name: str) -> Linear:
         if name not in packed:
             raise ModelRefused(
                 f"the weights of {name!r} are missing; the checkpoint is incomplete, get it again"
@@ -234,7 +233,7 @@ class _LayerLoader:
         if tensors is None:
             return
         bias = torch.cat([_plain(tensors[f"{s}.bias"]) for s in sources]) if has_bias else None
-        self.linears[name] = Linear([tensors[f"{s}.weight"] for s in sources], bias, self.kernels)
+        self.linears[name] = self.backend.linear([tensors[f"{s}.weight"] for s in sources], bias)
 
     def _pack_gated(self, base: str) -> None:
         """Packs gate and up together, once both are there."""
@@ -243,7 +242,7 @@ class _LayerLoader:
         if tensors is not None:
             gate, up = (tensors[f"{base}{name}_proj.weight"] for name in ("gate", "up"))
             gate_bias, up_bias = (_plain(tensors.get(f"{base}{name}_proj.bias")) for name in ("gate", "up"))
-            self.gated[base] = GatedLinear(gate, up, gate_bias, up_bias, self.kernels)
+            self.gated[base] = self.backend.gated_linear(gate, up, gate_bias, up_bias)
 
     def _pop_all(self, names: list[str]) -> dict[str, Weight] | None:
         if not all(name in self.parts for name in names):

@@ -20,7 +20,7 @@ from gristmill.engine.config import BLOCK_SIZE, ModelConfig
 from gristmill.engine.errors import ChatTemplateError, ModelRefused
 from gristmill.engine.model.decoder import Model
 from gristmill.engine.text.tokenizer import Tokenizer
-from gristmill.kernels.ops import AttentionBatch, KVCache, KVScales
+from gristmill.kernels.contract import AttentionBatch, KVScales
 
 logger = logging.getLogger(__name__)
 
@@ -72,27 +72,16 @@ def calibrate_kv_scales(model: Model, tokenizer: Tokenizer) -> KVScales:
 
 def measure_kv(model: Model, token_ids: list[int]) -> Tensor:
     """The largest size of any key and any value of these tokens: [2, num_layers, num_kv_heads] float32."""
-    num_tokens = len(token_ids)
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
-    c = model.config
-    size = (c.num_layers, num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim)
-    cache = KVCache(*size, torch.float32, torch.device("cpu"), model.kernels)
-    padding = model.padded_rows(num_tokens) - num_tokens
-    position = torch.arange(num_tokens)
+    num_tokens, num_blocks = len(token_ids), -(-len(token_ids) // BLOCK_SIZE)
+    cache = model.backend.kv_cache(model.kv_spec(torch.float32), num_blocks)
     batch = AttentionBatch(
         np.array([0, num_tokens], dtype=np.int64),
         np.array([num_tokens], dtype=np.int64),
         np.arange(num_blocks, dtype=np.int32)[None],
-        sliding_window=c.sliding_window,
+        sliding_window=model.config.sliding_window,
     )
     with torch.inference_mode():
-        model.forward(
-            torch.tensor(token_ids + [0] * padding),
-            torch.nn.functional.pad(position, (0, padding)),
-            position,
-            cache,
-            cache.plan(batch),
-        )
+        model.forward(model.build_input(np.array(token_ids), batch, cache), cache)
     return cache.largest()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gristmill.engine.config import ModelConfig, RopeScaling
-from gristmill.kernels.ops import RopeTables
+from gristmill.kernels.contract import RopeTables
 
 
 def build_rope_tables(config: ModelConfig, num_positions: int) -> RopeTables:

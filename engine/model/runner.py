@@ -6,7 +6,6 @@ It owns the device side: weights and KV cache. It decides nothing about which to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,20 +17,16 @@ from gristmill.engine.batch.scheduler import ScheduledStep
 from gristmill.engine.batch.sequence import Slots
 from gristmill.engine.config import BLOCK_SIZE
 from gristmill.engine.model.decoder import Model
-from gristmill.kernels.ops import AttentionBatch, KVCache, PrefixGroup
+from gristmill.kernels.contract import AttentionBatch, KVCache, ModelInput, PrefixGroup
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInput:
-    """The tensors of one step. `sampled`: the slots that get logits, in the order of logits_indices."""
+class StepInput:
+    """One step ready to run. sampled: the slots that get logits, in the order of model_input.kept."""
 
-    input_ids: Tensor  # [padded_tokens] int64
-    positions: Tensor  # [padded_tokens] int64
-    slot_mapping: Tensor  # [num_tokens] int64
+    model_input: ModelInput
     attention: AttentionBatch
-    plan: Any  # what the kernels made of `attention`
     copies: NDArray[np.int32]  # [n, 2]
-    logits_indices: Tensor  # [num_sampled] int64
     sampled: NDArray[np.int64]  # [num_sampled]
 
 
@@ -42,55 +37,29 @@ class ModelRunner:
         self.model, self.cache = model, cache
         self._grouped: tuple[int, NDArray[np.int64], tuple[PrefixGroup, ...]] | None = None
 
-    def build_input(self, step: ScheduledStep, slots: Slots) -> ModelInput:
+    def build_input(self, step: ScheduledStep, slots: Slots) -> StepInput:
         """Lays the step out, sequence after sequence."""
         counts, computed = step.num_new, slots.num_computed[step.slots]
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        num_tokens = int(starts[-1])
-        row_of = np.repeat(step.slots, counts)
-        positions = np.arange(num_tokens) + np.repeat(computed - starts[:-1], counts)
-        blocks = slots.tables[row_of, positions // BLOCK_SIZE].astype(np.int64)
-        ids = slots.tokens[row_of, positions].astype(np.int64)
+        attention = self._attention(step, slots, computed)
+        ids = slots.tokens[np.repeat(step.slots, counts), attention.positions()].astype(np.int64)
         done = np.flatnonzero(computed + counts == slots.num_tokens[step.slots])
-        padding = self.model.padded_rows(num_tokens) - num_tokens
-        if padding:
-            ids, positions_padded = np.pad(ids, (0, padding)), np.pad(positions, (0, padding))
-        else:
-            positions_padded = positions
-        attention = self._attention(step, slots, starts, computed)
-        return ModelInput(
-            torch.from_numpy(ids),
-            torch.from_numpy(positions_padded),
-            torch.from_numpy(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
-            attention,
-            self.cache.plan(attention),
-            step.copies,
-            torch.from_numpy(starts[1:][done] - 1),
-            step.slots[done],
-        )
+        kept = attention.query_start_loc[1:][done] - 1
+        model_input = self.model.build_input(ids, attention, self.cache, kept)
+        return StepInput(model_input, attention, step.copies, step.slots[done])
 
     @torch.inference_mode()
-    def run(self, model_input: ModelInput) -> Tensor:
+    def run(self, step: StepInput) -> Tensor:
         """Hidden states [num_sampled, hidden_size] of the tokens to sample from; writes the KV cache."""
-        if len(model_input.copies):
-            self.cache.copy_blocks(model_input.copies)
-        return self.model.forward(
-            model_input.input_ids,
-            model_input.positions,
-            model_input.slot_mapping,
-            self.cache,
-            model_input.plan,
-            model_input.logits_indices,
-        )
+        if len(step.copies):
+            self.cache.copy_blocks(step.copies)
+        return self.model.forward(step.model_input, self.cache)
 
-    def _attention(
-        self, step: ScheduledStep, slots: Slots, starts: NDArray[np.int64], computed: NDArray[np.int64]
-    ) -> AttentionBatch:
+    def _attention(self, step: ScheduledStep, slots: Slots, computed: NDArray[np.int64]) -> AttentionBatch:
         seq_lens = computed + step.num_new
         max_blocks = int(-(-seq_lens.max() // BLOCK_SIZE))
         tables = slots.tables[step.slots, :max_blocks]
         return AttentionBatch(
-            starts,
+            np.concatenate([[0], np.cumsum(step.num_new)]),
             seq_lens,
             tables,
             self._groups(step, slots, tables, computed),
@@ -104,6 +73,6 @@ class ModelRunner:
         last = self._grouped
         if last is not None and last[0] == slots.version and np.array_equal(last[1], step.slots):
             return last[2]
-        groups = plan_groups(tables, computed // BLOCK_SIZE)
+        groups = plan_groups(tables, computed // BLOCK_SIZE, self.model.backend.is_worthwhile)
         self._grouped = (slots.version, step.slots, groups)
         return groups

@@ -14,9 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gristmill.engine.batch.sampling_kinds import GREEDY, PLAIN, SORTED, TOP_K
 from gristmill.engine.batch.sequence import Slots
-from gristmill.engine.request import SamplingParams
+from gristmill.engine.request import GREEDY, PLAIN, SORTED, TOP_K, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,23 +15,21 @@ import torch
 from torch import Tensor
 
 from gristmill.engine.checkpoint.fingerprint import fingerprint
-from gristmill.engine.checkpoint.json_files import load_json_object
 from gristmill.engine.checkpoint.opening import Checkpoint, load_checkpoint
 from gristmill.engine.checkpoint.tensor_sources import TensorSource
 from gristmill.engine.checkpoint.weight_names import expected_shapes
 from gristmill.engine.checkpoint.weights import load_part
 from gristmill.engine.config import ModelConfig
 from gristmill.engine.errors import ModelRefused
-from gristmill.engine.model.rope import build_rope_tables
+from gristmill.engine.model_files import load_json_object
 from gristmill.engine.quantize.awq import quantize_awq
 from gristmill.engine.quantize.calibration import CalibrationText, build_sequences, load_text
 from gristmill.engine.quantize.gptq import quantize_gptq
-from gristmill.engine.quantize.layer import INPUT_GROUPS, LINEARS, InputObserver, run_sequences
+from gristmill.engine.quantize.layer import INPUT_GROUPS, LINEARS, InputObserver, LayerRunner
 from gristmill.engine.quantize.packing import from_stored, quantization_config, to_stored
 from gristmill.engine.quantize.rtn import check_groups, default_group_size, linear_columns, quantize_rtn
 from gristmill.engine.quantize.writer import OutputFolder, check_output, open_output
 from gristmill.engine.text.tokenizer import load_tokenizer
-from gristmill.kernels.ops import RopeTables
 from gristmill.kernels.quantized import Kind, QuantizedTensor
 
 Method = Literal["rtn", "gptq", "awq"]
@@ -126,21 +124,20 @@ class _Calibration:
     """The hidden states of the calibration text before the layer that is next."""
 
     def __init__(self, plan: QuantizePlan) -> None:
-        self.config = plan.checkpoint.config
         ids = torch.tensor(plan.sequences)  # [num_sequences, num_tokens]
         table = _load(plan.checkpoint, "model.embed_tokens.weight")
         self.hidden = table[ids.view(-1)].float().view(*ids.shape, -1)
-        self.rope: RopeTables = build_rope_tables(self.config, ids.shape[1])
+        self._runner = LayerRunner(plan.checkpoint.config, ids.shape[1])
 
     def observe(self, weights: dict[str, Tensor]) -> InputObserver:
         """What the linear layers of these float weights see."""
         observer = InputObserver()
-        run_sequences(self.config, weights, self.hidden, self.rope, observer)
+        self._runner.run(weights, self.hidden, observer)
         return observer
 
     def advance(self, weights: dict[str, Tensor]) -> None:
         """Goes on to the next layer, through this one's weights as they are written."""
-        self.hidden = run_sequences(self.config, weights, self.hidden, self.rope)
+        self.hidden = self._runner.run(weights, self.hidden)
 
 
 def _quantize_layer(plan: QuantizePlan, index: int, calibration: _Calibration | None) -> dict[str, Tensor]:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
-from gristmill.engine.checkpoint.json_files import load_json_object
 from gristmill.engine.checkpoint.safetensors_header import INDEX_NAME
 from gristmill.engine.errors import EngineError, ModelRefused
-from gristmill.engine.quantize.tensor_files import TEMPORARY_SUFFIX, read_tensors, write_file, write_tensors
+from gristmill.engine.model_files import load_json_object
 
 ORDER_NAME = "quantize.json"
+TEMPORARY_SUFFIX = ".unfinished"
 _COPIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -137,3 +139,40 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_file(path, [json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"])
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes one safetensors file."""
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_file(path, [save(contiguous, {"format": "pt"})])
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a file that write_tensors wrote. Raises ModelRefused for a damaged one."""
+    try:
+        return load(path.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise ModelRefused(f"{path}: damaged ({error}); delete the file, the same command goes on") from error
+
+
+def write_file(path: Path, parts: Iterable[bytes]) -> None:
+    """Writes, syncs and renames: after a crash the file is there with all of its bytes, or it is not there.
+
+    Raises EngineError where the disk refuses.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with temporary.open("wb") as stream:
+            for part in parts:
+                stream.write(part)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        message = f"{path}: can't be written ({error.strerror}); mend that, then the same command goes on"
+        raise EngineError(message) from error

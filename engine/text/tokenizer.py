@@ -18,15 +18,17 @@ from typing import Any, Protocol
 import tokenizers
 
 from gristmill.engine.checkpoint.gguf import load_gguf
-from gristmill.engine.checkpoint.model_path import find_model_kind
 from gristmill.engine.errors import ChatTemplateError, ModelRefused
-from gristmill.engine.null_tokenizer import NullTokenizer
+from gristmill.engine.model_files import find_model_kind
 from gristmill.engine.text.chat import ChatTemplate
 from gristmill.engine.text.detokenizer import Detokenizer, decode_all
 from gristmill.engine.text.gguf_tokenizer import gguf_tokenizer_spec
 from gristmill.engine.text.piece_memo import EncodeTexts, PieceMemo, can_cut
 from gristmill.engine.text.token_bytes import TokenBytes
 from gristmill.engine.text.tokenizer_spec import TokenizerSpec, hf_tokenizer_spec
+
+NULL_EOS = 256
+_BYTES = tuple(bytes([i]) for i in range(256))
 
 
 class Tokenizer(Protocol):
@@ -164,6 +166,35 @@ class ModelTokenizer:
             bos = self._backend.token_to_id(name)
         adds = bos in first if self._spec.add_bos is None else self._spec.add_bos
         return bos, adds and bos is not None
+
+
+class NullTokenizer:
+    """Of the engine without weights: a byte is a token, and 256 ends a text; no BOS and no chat template."""
+
+    vocab_size = 257
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = (NULL_EOS,)
+    has_chat_template = False
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        """Always raises ChatTemplateError: there is no template."""
+        raise ChatTemplateError("this model has no chat template")
+
+    def render_text(self, text: str) -> str:
+        """The text itself: it can't spell a control token."""
+        return text
+
+    def encode_batch(self, texts: list[str]) -> list[array[int]]:
+        """The UTF-8 bytes of each text as ids."""
+        return [array("I", list(text.encode())) for text in texts]
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of these ids."""
+        return decode_all(self.detokenizer(), token_ids)
+
+    def detokenizer(self) -> Detokenizer:
+        """A decoder of ids as they come."""
+        return Detokenizer(lambda token_id: _BYTES[token_id] if token_id < 256 else b"", strip_space=False)
 
 
 def _build_backend(description: dict[str, Any], origin: str) -> tokenizers.Tokenizer:

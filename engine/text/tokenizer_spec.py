@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.engine.checkpoint.eos import hf_eos_token_ids, token_text
-from gristmill.engine.checkpoint.json_files import load_json_object, load_optional_json_object
 from gristmill.engine.errors import ModelRefused
+from gristmill.engine.model_files import load_json_object, load_optional_json_object
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 

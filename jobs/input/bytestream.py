@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from gristmill.jobs.errors import SourceError
 from gristmill.jobs.input.files import expect_ranges, open_input
-from gristmill.jobs.input.sources import Source
+from gristmill.jobs.source import Source
 
 BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

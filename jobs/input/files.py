@@ -40,7 +40,7 @@ def is_s3(uri: str) -> bool:
 def stat_input(uri: str) -> InputStat:
     """Size and version of a file as it is now. SourceError when it can't be read."""
     if is_s3(uri):
-        from gristmill.jobs.storage.s3.listing import find_object
+        from gristmill.jobs.storage.s3.reader import find_object
 
         found = find_object(uri)
         if found is None:
@@ -61,12 +61,12 @@ def open_input(uri: str, version: str | None = None, size_bytes: int | None = No
     `size_bytes` and `version` of a Source save a request. SourceError when the file can't be opened.
     """
     if is_s3(uri):
-        from gristmill.jobs.storage.s3.file import S3InputFile
+        from gristmill.jobs.storage.s3.reader import S3File
 
         if version is None or size_bytes is None:
             found = stat_input(uri)
             version, size_bytes = version or found.version, found.size_bytes
-        return S3InputFile(uri, version, size_bytes)
+        return S3File(uri, version, size_bytes)
     try:
         return pa.OSFile(uri, "rb")
     except OSError as error:
@@ -76,9 +76,9 @@ def open_input(uri: str, version: str | None = None, size_bytes: int | None = No
 def expect_ranges(file: Any, ranges: Iterable[tuple[int, int]]) -> None:
     """Tells a file from open_input which bytes (begin, end) will be read, so that no others are fetched."""
     if isinstance(file, io.RawIOBase):
-        from gristmill.jobs.storage.s3.file import S3InputFile
+        from gristmill.jobs.storage.s3.reader import S3File
 
-        assert isinstance(file, S3InputFile)
+        assert isinstance(file, S3File)
         file.expect(ranges)
 
 

@@ -10,51 +10,19 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from gristmill.jobs.errors import RefusedError, SourceError
 from gristmill.jobs.input.files import InputStat, is_s3, map_inputs, open_input, refuse_unreadable, stat_input
+from gristmill.jobs.input.formats.registry import INPUT_FORMATS, SUFFIXES
+from gristmill.jobs.source import Compression, Source
 
-Format = Literal["jsonl", "parquet"]
-Compression = Literal["gzip", "zstd"]
-InputFormat = Literal["auto", "jsonl", "parquet"]
-
-_SUFFIXES: dict[str, Format] = {
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".jsonl.zst": "jsonl",
-    ".ndjson": "jsonl",
-    ".ndjson.gz": "jsonl",
-    ".ndjson.zst": "jsonl",
-    ".parquet": "parquet",
-}
 _OWN_OUTPUT = ("_attempts", "_manifest.json")
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One input file, by absolute path or s3:// URI. `compression` None is none.
-
-    `version` changes when the file does: its mtime in ns, or its ETag.
-    """
-
-    uri: str
-    size_bytes: int
-    version: str
-    format: Format
-    compression: Compression | None = None
-
-    @property
-    def name(self) -> str:
-        """The file's own name, for messages."""
-        return os.path.basename(self.uri)
 
 
 def load_sources(
     inputs: Sequence[str],
-    input_format: InputFormat = "auto",
+    input_format: str = "auto",
     output: str | None = None,
 ) -> list[Source]:
     """All files that `inputs` name, sorted by URI; their order is the `source_index` of every row.
@@ -86,17 +54,17 @@ def load_sources(
     return list(map_inputs(load, sorted(uris)))
 
 
-def load_source(uri: str, input_format: InputFormat = "auto") -> Source:
+def load_source(uri: str, input_format: str = "auto") -> Source:
     """What one file is. RefusedError when it can't be read or its format can't be known."""
     return _load_found(uri, {}, input_format)
 
 
-def _load_found(uri: str, stats: Mapping[str, InputStat], input_format: InputFormat) -> Source:
+def _load_found(uri: str, stats: Mapping[str, InputStat], input_format: str) -> Source:
     """A source; `stats` tells of those that a listing showed."""
     file_format = _known_format(uri) if input_format == "auto" else input_format
     if file_format is None:
         raise RefusedError(
-            f"can't tell the format of {uri!r} from its name; say --input-format jsonl or parquet"
+            f"can't tell the format of {uri!r} from its name; say --input-format {' or '.join(INPUT_FORMATS)}"
         )
     try:
         uri.encode("utf-8")
@@ -105,10 +73,11 @@ def _load_found(uri: str, stats: Mapping[str, InputStat], input_format: InputFor
     try:
         size_bytes, version = stats.get(uri) or stat_input(uri)
         compression: Compression | None = None
-        if not is_s3(uri) or (file_format == "jsonl" and size_bytes):
+        can_be_compressed = INPUT_FORMATS[file_format].is_scanned
+        if not is_s3(uri) or (can_be_compressed and size_bytes):
             with open_input(uri, version, size_bytes) as file:
                 magic = file.read(4)
-            compression = _known_compression(magic) if file_format == "jsonl" else None
+            compression = _known_compression(magic) if can_be_compressed else None
     except SourceError as error:
         raise refuse_unreadable(error) from None
     except OSError as error:
@@ -121,7 +90,7 @@ def _as_folder(output: str) -> str:
     return output.rstrip("/") + "/" if "://" in output else os.path.abspath(output) + os.sep
 
 
-def _list(pattern: str, input_format: InputFormat) -> dict[str, InputStat]:
+def _list(pattern: str, input_format: str) -> dict[str, InputStat]:
     from gristmill.jobs.storage.s3.listing import (
         list_objects,  # with boto3: only who reads from S3 waits for it
     )
@@ -167,20 +136,20 @@ def _walk(folder: str, input_format: str) -> Iterator[str]:
 
 def _no_match(pattern: str) -> str:
     if is_s3(pattern) and not glob.has_magic(pattern):
-        names = ", ".join("*" + suffix for suffix in _SUFFIXES)
+        names = ", ".join("*" + suffix for suffix in SUFFIXES)
         return f"input {pattern!r}: no such object, and no folder with a file named {names}"
     if os.path.isdir(pattern):
         return (
-            f"input folder {pattern!r} holds no file named {', '.join('*' + suffix for suffix in _SUFFIXES)}"
+            f"input folder {pattern!r} holds no file named {', '.join('*' + suffix for suffix in SUFFIXES)}"
         )
     if glob.has_magic(pattern):
         return f"input {pattern!r} matches no file"
     return f"input {pattern!r}: no such file or folder"
 
 
-def _known_format(path: str) -> Format | None:
+def _known_format(path: str) -> str | None:
     name = path.lower()
-    return next((form for suffix, form in _SUFFIXES.items() if name.endswith(suffix)), None)
+    return next((form for suffix, form in SUFFIXES.items() if name.endswith(suffix)), None)
 
 
 def _known_compression(magic: bytes) -> Compression | None:

@@ -10,26 +10,25 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
+from gristmill.jobs.output.formats.registry import format_of_part
 from gristmill.jobs.output.schema import load_part_schema
 from gristmill.jobs.records import JobRecord, PartFile
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.storage.s3.client import s3_client, split_s3_uri
-from gristmill.jobs.store.store import Store
-
-_FORMATS = {"parquet": "parquet", "jsonl": "json"}
+from gristmill.jobs.store.shards import Shards
 
 
-def load_dataset(store: Store, job: JobRecord) -> ds.Dataset:
+def load_dataset(shards: Shards, job: JobRecord) -> ds.Dataset:
     """The rows that are committed by now, completions and errors; of a job that runs there will be more."""
     storage = open_storage(job.output)
     schema = load_part_schema(job.part_schema) if job.part_schema else pa.schema([])
     is_settled = job.state is JobState.COMPLETED
-    parts = [committed.part for committed in store.committed_parts(job.job_id)]
+    parts = [committed.part for committed in shards.committed_parts(job.job_id)]
     names = [part.path if is_settled else _find(storage, part) for part in parts if part.bytes]
     if not names:
         return ds.dataset(schema.empty_table())
-    kind = _FORMATS[str(job.spec.get("output_format") or "parquet")]
+    kind = format_of_part(names[0]).dataset_format
     return ds.dataset(sorted(names), schema=schema, format=kind, filesystem=_build_files(storage.root))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gristmill.jobs.crash_points import reach
 from gristmill.jobs.errors import OutputError
-from gristmill.jobs.output.formats import PartRows
+from gristmill.jobs.output.formats.base import PartRows
 from gristmill.jobs.output.parts import ATTEMPTS_FOLDER, count_part, load_done_rows
 from gristmill.jobs.output.publishing import MANIFEST_NAME, list_attempts, remove_strays
 from gristmill.jobs.owner import Owner
@@ -53,11 +53,11 @@ def finalize_job(store: Store, storage: Storage, job_id: str, owner: Owner) -> J
 
     Raises OutputError when a part is missing or not what was committed: the job waits for the next try.
     """
-    claim = store.claim_finalize(job_id, owner)
+    claim = store.finalizing.claim(job_id, owner)
     if claim is not None:
         with suppress(_ClaimLostError):
             _end_job(store, storage, claim)
-    return store.load_job(job_id).state
+    return store.jobs.load(job_id).state
 
 
 def build_manifest(job: JobRecord, status: JobStatus, parts: list[CommittedPart]) -> bytes:
@@ -96,8 +96,8 @@ def _end_job(store: Store, storage: Storage, claim: FinalizeClaim) -> None:
     reach("finalize.claimed")
     attempts = list_attempts(storage)
     _renew(store, claim)
-    remove_strays(storage, store, claim.job_id, lambda: store.renew_finalize(claim))
-    parts = store.committed_parts(claim.job_id)
+    remove_strays(storage, store.shards, claim.job_id, lambda: store.finalizing.renew(claim))
+    parts = store.shards.committed_parts(claim.job_id)
     committed = {entry.part.attempt for entry in parts}
     storage.delete_all(name for name in attempts if name not in committed)
     num_rows, num_errors = _check_parts(store, storage, claim, parts)
@@ -105,13 +105,13 @@ def _end_job(store: Store, storage: Storage, claim: FinalizeClaim) -> None:
     storage.delete_all(name for name in attempts if name in committed)
     storage.delete(ATTEMPTS_FOLDER)
     storage.sweep()
-    failure = store.failed_shard_message(claim.job_id)
+    failure = store.shards.failure(claim.job_id)
     if failure is not None:
-        store.complete_job(claim, JobState.FAILED, failure)
+        store.finalizing.complete(claim, JobState.FAILED, failure)
         return
     _settle_spool(store, storage, claim)
     _renew(store, claim)
-    job, status = store.load_job(claim.job_id), store.status(claim.job_id)
+    job, status = store.jobs.load(claim.job_id), store.jobs.status(claim.job_id)
     completions = status.completed + status.skipped
     assert status.not_run == 0 and num_rows == status.rows, f"{num_rows} rows in a job of {status.rows}"
     assert (num_rows, num_errors) == (completions + status.failed, status.failed), (
@@ -120,7 +120,7 @@ def _end_job(store: Store, storage: Storage, claim: FinalizeClaim) -> None:
     reach("manifest.before")
     _put_manifest(store, storage, claim, build_manifest(job, status, parts))
     reach("manifest.after")
-    store.complete_job(claim, JobState.COMPLETED)
+    store.finalizing.complete(claim, JobState.COMPLETED)
     reach("complete.after")
 
 
@@ -133,8 +133,8 @@ def _settle_spool(store: Store, storage: Storage, claim: FinalizeClaim) -> None:
     if not files:
         return
     _renew(store, claim)
-    sources = store.load_job(claim.job_id).sources
-    shards = [shard for shard in store.spooled_shards(claim.job_id) if shard.rows_failed]
+    sources = store.jobs.load(claim.job_id).sources
+    shards = [shard for shard in store.shards.spooled(claim.job_id) if shard.rows_failed]
     for shard in shards:
         keep_failed_rows(storage, shard.range, load_done_rows(storage, shard.part, sources, only_errors=True))
         _renew(store, claim)
@@ -148,7 +148,7 @@ def _check_parts(
     store: Store, storage: Storage, claim: FinalizeClaim, parts: Sequence[CommittedPart]
 ) -> PartRows:
     """Publishes what is not published, and counts every part as it lies in the folder; the sums."""
-    unpublished = {entry.shard_id for entry in store.unpublished_parts(claim.job_id)}
+    unpublished = {entry.shard_id for entry in store.shards.unpublished_parts(claim.job_id)}
     rows = errors = 0
     for committed, found in _count_parts(store, storage, claim, parts):
         expected = (committed.part.rows, committed.rows_failed)
@@ -158,7 +158,7 @@ def _check_parts(
                 f"but {expected[0]} and {expected[1]} were committed: start over with --if-exists overwrite"
             )
         if committed.shard_id in unpublished:
-            store.mark_published(committed.shard_id, committed.part)
+            store.shards.mark_published(committed.shard_id, committed.part)
         rows, errors = rows + found.rows, errors + found.errors
     return PartRows(rows, errors)
 
@@ -196,5 +196,5 @@ def _put_manifest(store: Store, storage: Storage, claim: FinalizeClaim, data: by
 
 
 def _renew(store: Store, claim: FinalizeClaim) -> None:
-    if not store.renew_finalize(claim):
+    if not store.finalizing.renew(claim):
         raise _ClaimLostError

@@ -1,8 +1,7 @@
 """The part of a shard: written as an attempt's own file, which counts only once the database says so.
 
 A shard keeps one part for ever, its rows in the order of the input (source, row_index). A later attempt writes a
-longer one: the earlier rows and its own;
-or, when failed rows are tried again, first a shorter one, without the error rows.
+longer one, the earlier rows and its own; when failed rows are tried again, first a shorter one, without them.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import pyarrow as pa
 
 from gristmill.jobs.crash_points import reach
 from gristmill.jobs.errors import OutputError
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.output import formats as part_formats
-from gristmill.jobs.output.formats import PartRows
+from gristmill.jobs.output.formats.base import PartRows
+from gristmill.jobs.output.formats.registry import OUTPUT_FORMATS, format_of_part
 from gristmill.jobs.records import PartFile, ShardClaim
 from gristmill.jobs.results import Result
+from gristmill.jobs.source import Source
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import Storage
 
@@ -47,10 +46,9 @@ def write_attempt(
     """
     name = _attempt_name(claim, output_format)
     ordered = sorted(results, key=lambda result: (result.source_index, result.row_index))
-    write = part_formats.write_parquet if output_format == "parquet" else part_formats.write_jsonl
     with _open_part(storage, claim.part) if claim.part else nullcontext() as earlier:
         with storage.create(name) as file:
-            num_rows = write(file, ordered, earlier, schema, sources)
+            num_rows = OUTPUT_FORMATS[output_format].write(file, ordered, earlier, schema, sources)
     reach("write.after")
     expected = len(ordered) + (claim.part.rows if claim.part else 0)
     assert num_rows == expected, f"{num_rows} rows written, {expected} expected"
@@ -70,9 +68,8 @@ def strip_errors(
     """
     assert claim.part is not None, f"shard {claim.shard_id} has no part to strip"
     name = _attempt_name(claim, output_format)
-    strip = part_formats.strip_parquet if output_format == "parquet" else part_formats.strip_jsonl
     with _open_part(storage, claim.part) as earlier, storage.create(name) as file:
-        stripped = strip(file, earlier, schema)
+        stripped = OUTPUT_FORMATS[output_format].strip(file, earlier, schema)
     removed = stripped.errors_by_code
     num_removed = sum(removed.values())
     assert stripped.num_kept + num_removed == claim.part.rows, f"{stripped} of {claim.part.rows} rows"
@@ -88,9 +85,8 @@ def load_done_rows(
     """(source_index, row_index) of every row that earlier attempts committed, or of the error rows among them."""
     if part is None:
         return set()
-    load = part_formats.load_parquet_keys if _is_parquet(part) else part_formats.load_jsonl_keys
     with _open_part(storage, part) as file, _readable(storage, part):
-        found = list(load(file, only_errors))
+        found = list(format_of_part(part.path).load_keys(file, only_errors))
     if not found:
         return set()
     index_of = {source.uri: index for index, source in enumerate(sources)}
@@ -105,17 +101,16 @@ def load_done_rows(
 
 def count_part(storage: Storage, part: PartFile) -> PartRows:
     """Rows and error rows of a part, by its own footer or lines; publishes it first where that was not done."""
-    if not _is_parquet(part):
-        with _open_part(storage, part) as file:
-            return part_formats.count_jsonl(file)
-    name = settle_part(storage, part)
-    with suppress(pa.ArrowException, ValueError, LookupError, OSError), storage.open(name) as file:
-        found = part_formats.count_parquet(file)
-        if found.rows == part.rows:
-            return found
-    # What was read of it may have been damaged on the way: the whole part tells, by its hash.
+    form = format_of_part(part.path)
+    if form.has_footer:
+        name = settle_part(storage, part)
+        with suppress(pa.ArrowException, ValueError, LookupError, OSError), storage.open(name) as file:
+            found = form.count(file)
+            if found.rows == part.rows:
+                return found
+    # What was read of a footer may have been damaged on the way: the whole part tells, by its hash.
     with _open_part(storage, part) as file, _readable(storage, part):
-        return part_formats.count_parquet(file)
+        return form.count(file)
 
 
 def settle_part(storage: Storage, part: PartFile) -> str:
@@ -169,7 +164,3 @@ def _readable(storage: Storage, part: PartFile) -> Iterator[None]:
 def _attempt_name(claim: ShardClaim, output_format: str) -> str:
     index = claim.range.shard_index
     return f"{ATTEMPTS_FOLDER}/{index:05d}-{claim.fence}-{uuid.uuid4().hex[:12]}.{output_format}"
-
-
-def _is_parquet(part: PartFile) -> bool:
-    return part.path.endswith(".parquet")

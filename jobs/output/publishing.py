@@ -15,35 +15,35 @@ from gristmill.jobs.output.parts import ATTEMPTS_FOLDER, settle_part
 from gristmill.jobs.records import JobRecord, PartFile
 from gristmill.jobs.regroup.spool import delete_spools
 from gristmill.jobs.storage.folder import Storage
-from gristmill.jobs.store.store import Store
+from gristmill.jobs.store.shards import Shards
 
 MANIFEST_NAME = "_manifest.json"
 _PART_NAME = re.compile(r"part-\d{5,}\.(parquet|jsonl)")
 
 
-def publish_part(storage: Storage, store: Store, shard_id: int, part: PartFile) -> None:
+def publish_part(storage: Storage, shards: Shards, shard_id: int, part: PartFile) -> None:
     """Gives a committed attempt its part name, and tells the database."""
     reach("publish.before")
     settle_part(storage, part)
     reach("publish.after")
-    store.mark_published(shard_id, part)
+    shards.mark_published(shard_id, part)
     reach("mark.after")
 
 
-def redo_publications(storage: Storage, store: Store, job_id: str) -> int:
+def redo_publications(storage: Storage, shards: Shards, job_id: str) -> int:
     """Publishes what was committed and not yet reported as published; returns how many parts that were.
 
     Removes parts of an earlier job first. Only for who holds the job.
     """
-    remove_strays(storage, store, job_id)
-    unpublished = store.unpublished_parts(job_id)
+    remove_strays(storage, shards, job_id)
+    unpublished = shards.unpublished_parts(job_id)
     for shard_id, part, _ in unpublished:
-        publish_part(storage, store, shard_id, part)
+        publish_part(storage, shards, shard_id, part)
     return len(unpublished)
 
 
 def remove_strays(
-    storage: Storage, store: Store, job_id: str, is_ours: Callable[[], bool] = lambda: True
+    storage: Storage, shards: Shards, job_id: str, is_ours: Callable[[], bool] = lambda: True
 ) -> None:
     """Removes parts of an earlier job, left by a crash after create_job and before clear_output.
 
@@ -53,7 +53,7 @@ def remove_strays(
     if not is_ours():
         return
     # Read after the listing: a part that another worker published before it is among these.
-    committed = {entry.part.path for entry in store.committed_parts(job_id)}
+    committed = {entry.part.path for entry in shards.committed_parts(job_id)}
     if strays := sorted(present - committed):
         storage.delete(MANIFEST_NAME)  # the earlier job's as well
         storage.delete_all(strays)

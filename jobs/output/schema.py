@@ -22,9 +22,9 @@ _JSON_MARK = {b"gristmill": b"json"}
 
 
 def build_part_schema(
-    keep: Collection[str], input_columns: Mapping[str, pa.DataType | None], any_jsonl: bool
+    keep: Collection[str], input_columns: Mapping[str, pa.DataType | None], are_typed: bool
 ) -> pa.Schema:
-    """The output columns; kept ones after the ids, of their Parquet type, or as JSON text if any is JSONL.
+    """The output columns; kept ones after the ids, of their own type where all inputs have types, else as JSON text.
 
     `input_columns` empty: nothing is known of the rows, so any column is accepted.
     """
@@ -37,7 +37,7 @@ def build_part_schema(
             raise RefusedError(
                 f"--keep {name}: no such column; there are: {', '.join(sorted(input_columns))}"
             )
-    kept = [_kept_field(name, input_columns.get(name), any_jsonl) for name in dict.fromkeys(keep)]
+    kept = [_kept_field(name, input_columns.get(name), are_typed) for name in dict.fromkeys(keep)]
     return pa.schema([*map(pa.field, *_columns(_BEFORE_KEPT)), *kept, *map(pa.field, *_columns(_AFTER_KEPT))])
 
 
@@ -60,8 +60,8 @@ def _columns(fields: Mapping[str, pa.DataType]) -> tuple[list[str], list[pa.Data
     return list(fields), list(fields.values())
 
 
-def _kept_field(name: str, kind: pa.DataType | None, any_jsonl: bool) -> pa.Field:
-    if kind is None or any_jsonl:
+def _kept_field(name: str, kind: pa.DataType | None, are_typed: bool) -> pa.Field:
+    if kind is None or not are_typed:
         return pa.field(name, pa.string(), metadata=_JSON_MARK)
     return pa.field(name, _plain_type(kind))
 

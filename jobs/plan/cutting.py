@@ -1,47 +1,26 @@
 """Cuts sources into shards: contiguous ranges of about 30 seconds of work.
 
-Counts newlines and reads Parquet footers; parses no row.
+Counts newlines and reads footers; parses no row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from gristmill.jobs.errors import SourceError
 from gristmill.jobs.input.files import map_inputs, refuse_unreadable
-from gristmill.jobs.input.footers import load_num_rows, load_row_bytes
-from gristmill.jobs.input.formats.jsonl_scan import RecordEnds, find_record, scan_records
-from gristmill.jobs.input.sources import Source
+from gristmill.jobs.input.formats.base import RecordEnds
+from gristmill.jobs.input.formats.registry import format_of
+from gristmill.jobs.source import Plan, ShardRange, Source
 
 TARGET_SHARD_S = 30.0
 MIN_SHARD_ROWS = 64
 MAX_SHARD_ROWS = 65536
 MAX_UNLEARNED_SHARD_ROWS = 1024
 MAX_KEPT_BYTES = 32 << 20  # of a shard whose columns are kept: its rows are in memory until it is committed
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRange:
-    """A contiguous range of one source. Bytes are of the decompressed stream; 0 for Parquet."""
-
-    shard_index: int
-    source_index: int
-    first_row: int  # row_index of the first record
-    num_rows: int  # rows, blank JSONL records not counted
-    num_records: int  # JSONL records, blank ones counted; Parquet: num_rows
-    byte_offset: int
-    byte_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All shards of a job, in input order; together they hold `num_rows` rows."""
-
-    shards: tuple[ShardRange, ...]
-    num_rows: int
 
 
 def plan_shards(
@@ -61,11 +40,11 @@ def plan_shards(
         if cutter.is_full:
             break
         cutter.begin_source(source_index)
-        if source.format == "parquet":
-            known = num_rows.get(source_index)
-            cutter.add_rows(load_num_rows(source) if known is None else known)
-        else:
+        if format_of(source).is_scanned:
             _cut_records(cutter, source)
+        else:
+            known = num_rows.get(source_index)
+            cutter.add_rows(_count_rows(source) if known is None else known)
         cutter.end_source()
     shards = cutter.shards or [ShardRange(0, 0, 0, 0, 0, 0, 0)]
     return Plan(tuple(shards), sum(shard.num_rows for shard in shards))
@@ -85,12 +64,13 @@ def plan_range(
     one without rows, so that the records of all shards are all records of the range.
     """
     cutter = _Cutter(_iterate_sizes(shard_rows, None), None)
-    if source.format == "parquet":
+    form = format_of(source)
+    if not form.is_scanned:
         cutter.begin_source(source_index)
-        cutter.add_rows(load_num_rows(source))
+        cutter.add_rows(form.count_rows(source))
     else:
         try:
-            first = begin if end is None else find_record(source, begin, end)
+            first = begin if end is None else form.find_record(source, begin, end)
         except SourceError as error:
             raise refuse_unreadable(error) from None
         if first is None:
@@ -114,32 +94,41 @@ def plan_job_shards(
     plan = plan_shards(sources, shard_rows, rows_per_s, limit)
     if not keeps_columns or shard_rows is not None:
         return plan
-    parquet = [source for source in sources if source.format == "parquet"]
-    fewer = smaller_shard_rows(plan.shards, map_inputs(load_row_bytes, parquet), max_kept_bytes)
+    fewer = smaller_shard_rows(plan.shards, map_inputs(load_row_bytes, sources), max_kept_bytes)
     return plan if fewer is None else plan_shards(sources, fewer, None, limit)
 
 
 def smaller_shard_rows(
-    shards: Sequence[ShardRange], parquet_row_bytes: Iterable[float], max_kept_bytes: int
+    shards: Sequence[ShardRange], footer_row_bytes: Iterable[float], max_kept_bytes: int
 ) -> int | None:
     """The rows a shard may have so that its rows fit into `max_kept_bytes`; None: these shards do."""
-    jsonl_row_bytes = (shard.byte_size / max(1, shard.num_rows) for shard in shards)  # Parquet: 0 bytes
-    row_bytes = max([0.0, *jsonl_row_bytes, *parquet_row_bytes])
+    scanned_row_bytes = (shard.byte_size / max(1, shard.num_rows) for shard in shards)  # others: 0 bytes
+    row_bytes = max([0.0, *scanned_row_bytes, *footer_row_bytes])
     if row_bytes * max((shard.num_rows for shard in shards), default=0) <= max_kept_bytes:
         return None
     return max(1, int(max_kept_bytes / row_bytes))
 
 
 def _load_row_counts(sources: Sequence[Source]) -> dict[int, int]:
-    """The rows of the Parquet sources, by source_index; many are asked at once."""
-    parquet = [index for index, source in enumerate(sources) if source.format == "parquet"]
-    counts = map_inputs(load_num_rows, [sources[index] for index in parquet])
-    return dict(zip(parquet, counts, strict=True))
+    """The rows of the sources with a footer, by source_index; many are asked at once."""
+    counted = [index for index, source in enumerate(sources) if not format_of(source).is_scanned]
+    counts = map_inputs(_count_rows, [sources[index] for index in counted])
+    return dict(zip(counted, counts, strict=True))
+
+
+def _count_rows(source: Source) -> int:
+    return format_of(source).count_rows(source)
+
+
+def load_row_bytes(source: Source) -> float:
+    """The mean size of a row by the footer; 0 where the shards know their bytes."""
+    form = format_of(source)
+    return 0.0 if form.is_scanned else form.load_row_bytes(source)
 
 
 def _cut_records(cutter: _Cutter, source: Source, begin: int = 0, end: int | None = None) -> None:
     try:
-        for records in scan_records(source, begin, end):
+        for records in format_of(source).scan_records(source, begin, end):
             cutter.add_records(records)
             if cutter.is_full:
                 break
@@ -194,7 +183,7 @@ class _Cutter:
             self._close()
 
     def add_rows(self, num_rows: int) -> None:
-        """Rows that need no bytes to be found (Parquet)."""
+        """Rows that need no bytes to be found."""
         while num_rows and not self.is_full:
             taken = min(num_rows, self._num_wanted())
             self._grow(taken, taken, 0)

@@ -1,6 +1,6 @@
 """Planning a large job by pieces, which any number of workers cut into shards at the same time.
 
-A piece is a source, or a byte range of a plain JSONL source; a range owns the records that begin in it. Joined,
+A piece is a source, or a byte range of a plain scanned source; a range owns the records that begin in it. Joined,
 the pieces hold the same rows as plan_shards finds.
 """
 
@@ -10,8 +10,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.plan.cutting import Plan, ShardRange, plan_range
+from gristmill.jobs.input.formats.registry import format_of
+from gristmill.jobs.plan.cutting import plan_range
+from gristmill.jobs.source import Plan, ShardRange, Source
 
 PIECE_BYTES = 256 << 20
 MAX_INLINE_SOURCES = 8
@@ -31,7 +32,7 @@ def is_large(sources: Sequence[Source], limit: int | None = None) -> bool:
     """Whether planning is work for several workers. A limit counts rows over all sources: one must plan it."""
     if limit is not None:
         return False
-    num_bytes = sum(source.size_bytes for source in sources if source.format == "jsonl")
+    num_bytes = sum(source.size_bytes for source in sources if format_of(source).is_scanned)
     return len(sources) > MAX_INLINE_SOURCES or num_bytes > MAX_INLINE_BYTES
 
 
@@ -39,7 +40,7 @@ def cut_pieces(sources: Sequence[Source], piece_bytes: int = PIECE_BYTES) -> lis
     """The pieces of all sources, in input order."""
     pieces = []
     for source_index, source in enumerate(sources):
-        is_plain = source.format == "jsonl" and source.compression is None
+        is_plain = format_of(source).is_scanned and source.compression is None
         if is_plain and source.size_bytes > piece_bytes:
             for offset in range(0, source.size_bytes, piece_bytes):
                 size = min(piece_bytes, source.size_bytes - offset)

@@ -14,9 +14,8 @@ from functools import partial
 
 from gristmill.jobs.errors import JobIsLive, OutputError, RefusedError, SourceError, Unavailable
 from gristmill.jobs.identity import job_identity
-from gristmill.jobs.input.footers import load_row_bytes
-from gristmill.jobs.input.reading import load_columns
-from gristmill.jobs.input.sources import Source, load_sources
+from gristmill.jobs.input.reading import is_typed, load_columns
+from gristmill.jobs.input.sources import load_sources
 from gristmill.jobs.output.publishing import check_output, clear_output
 from gristmill.jobs.output.schema import build_part_schema
 from gristmill.jobs.owner import Owner, current_owner
@@ -24,9 +23,8 @@ from gristmill.jobs.plan.cutting import (
     MAX_KEPT_BYTES,
     MAX_UNLEARNED_SHARD_ROWS,
     MIN_SHARD_ROWS,
-    Plan,
-    ShardRange,
     learned_shard_rows,
+    load_row_bytes,
     plan_job_shards,
     smaller_shard_rows,
 )
@@ -42,6 +40,7 @@ from gristmill.jobs.plan.pieces import (
 from gristmill.jobs.plan.starting import StartOrder, start_planned
 from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.records import JobRecord
+from gristmill.jobs.source import Plan, ShardRange, Source
 from gristmill.jobs.spec import JobSpec, parse_spec
 from gristmill.jobs.states import RESUMABLE_JOB_STATES, TERMINAL_JOB_STATES, JobState
 from gristmill.jobs.storage.allowed import check_allowed
@@ -77,7 +76,7 @@ def plan_submitted_job(
     [] also when the job is past planning or somebody else plans it. Inputs and output must lie below `allow`.
     A job that can't be carried out fails with the reason. Raises Unavailable when a service does not answer.
     """
-    job = store.claim_plan(job_id, owner)
+    job = store.plans.claim(job_id, owner)
     if job is None:
         return []
     num_pieces = 0
@@ -86,7 +85,7 @@ def plan_submitted_job(
         if is_large(order.sources, order.spec.limit):
             pieces = cut_pieces(order.sources)
             if _free_output(store, job, owner, order, None):
-                if store.save_pieces(
+                if store.pieces.save_all(
                     job_id, order.sources, order.columns, order.part_schema, order.identity, pieces
                 ):
                     num_pieces = len(pieces)
@@ -113,17 +112,17 @@ def plan_one_piece(
 
     May be called again for a piece that is planned. Errors as in plan_submitted_job.
     """
-    loaded = store.load_piece(job_id, piece_index)
+    loaded = store.pieces.load(job_id, piece_index)
     if loaded is None:
         return False
     with _refusing(store, job_id):
         if loaded.piece.ranges is None:
-            spec = _parse_spec(store.load_job(job_id))
+            spec = _parse_spec(store.jobs.load(job_id))
             piece = PlanPiece(loaded.piece.source_index, loaded.piece.byte_offset, loaded.piece.byte_size)
             ranges = _plan_piece(store, spec, loaded.source, piece)
-            is_last = store.save_piece(job_id, piece_index, ranges_to_json(ranges))
+            is_last = store.pieces.save(job_id, piece_index, ranges_to_json(ranges))
         else:
-            is_last = not store.unplanned_pieces(job_id)
+            is_last = not store.pieces.unplanned(job_id)
         return is_last and _start_from_pieces(store, job_id, is_stopping)
     return False
 
@@ -145,10 +144,10 @@ def _refusing(store: Store, job_id: str, owner: Owner | None = None) -> Iterator
     except Unavailable:
         if owner is not None:
             with suppress(Unavailable):
-                store.release_plan(job_id, owner)
+                store.plans.release(job_id, owner)
         raise
     except (RefusedError, SourceError, OutputError, JobIsLive) as error:
-        store.refuse_plan(job_id, str(error))
+        store.plans.refuse(job_id, str(error))
 
 
 def _check_order(store: Store, job: JobRecord, allow: Sequence[str]) -> _CheckedOrder:
@@ -161,8 +160,7 @@ def _check_order(store: Store, job: JobRecord, allow: Sequence[str]) -> _Checked
     check_allowed([source.uri for source in sources], allow)
     columns = load_columns(sources)
     PromptSource(spec, columns)
-    any_jsonl = any(source.format == "jsonl" for source in sources)
-    schema = build_part_schema(spec.keep, columns, any_jsonl)
+    schema = build_part_schema(spec.keep, columns, is_typed(sources))
     identity = job_identity(sources, spec, f"{spec.model}:{spec.dtype}")  # workers map the name to weights
     return _CheckedOrder(
         spec=spec,
@@ -181,7 +179,7 @@ def _check_folder(
 
     Raises RefusedError for a folder that is another's.
     """
-    others = [other for other in store.output_jobs(job.output) if other.job_id != job.job_id]
+    others = [other for other in store.jobs.of_output(job.output) if other.job_id != job.job_id]
     pending = [
         other
         for other in others
@@ -218,8 +216,8 @@ def _free_output(
 ) -> bool:
     """Makes room in the output folder where that was asked for; False when the plan is another's by now."""
     if order.replaces:
-        store.take_over_output(job.job_id)
-    if not store.renew_plan(job.job_id, owner):
+        store.plans.take_over_output(job.job_id)
+    if not store.plans.renew(job.job_id, owner):
         return False
     if order.replaces:
         clear_output(open_storage(job.output), spare_spool)
@@ -247,20 +245,19 @@ def _plan_piece(store: Store, spec: JobSpec, source: Source, piece: PlanPiece) -
     ranges = plan_piece(source, piece, shard_rows)
     if not spec.keep or spec.shard_rows is not None:
         return ranges
-    row_bytes = [load_row_bytes(source)] if source.format == "parquet" else []
-    fewer = smaller_shard_rows(ranges, row_bytes, MAX_KEPT_BYTES)
+    fewer = smaller_shard_rows(ranges, [load_row_bytes(source)], MAX_KEPT_BYTES)
     return ranges if fewer is None else plan_piece(source, piece, fewer)
 
 
 def _start_from_pieces(store: Store, job_id: str, is_stopping: Callable[[], bool]) -> bool:
-    job = store.load_job(job_id)
-    records = store.load_pieces(job_id)
+    job = store.jobs.load(job_id)
+    records = store.pieces.load_all(job_id)
     texts = [record.ranges for record in records if record.ranges is not None]
     if not records or len(texts) < len(records):
         return False
     pieces = [PlanPiece(record.source_index, record.byte_offset, record.byte_size) for record in records]
     owner = current_owner()
-    if not store.claim_start(job_id, owner):
+    if not store.plans.claim_start(job_id, owner):
         return False
     spec = _parse_spec(job)
     start = StartOrder(
@@ -278,8 +275,8 @@ def _start_from_pieces(store: Store, job_id: str, is_stopping: Callable[[], bool
 
 def _load_rows_per_s(store: Store, spec: JobSpec) -> float | None:
     """The lowest rate that was learned with the weights that workers now have under the model's name."""
-    fingerprints = store.known_models().get(spec.model, set())
-    rates = [store.learned_rows_per_s(fingerprint, spec.max_tokens) for fingerprint in fingerprints]
+    fingerprints = store.workers.known_models().get(spec.model, set())
+    rates = [store.jobs.learned_rows_per_s(fingerprint, spec.max_tokens) for fingerprint in fingerprints]
     return min((rate for rate in rates if rate is not None), default=None)
 
 

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gristmill.jobs.errors import JobIsLive, RefusedError
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.owner import Owner
-from gristmill.jobs.plan.cutting import Plan
 from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.regroup.regroup import Regrouping, StoppedError, regroup
 from gristmill.jobs.regroup.spool import delete_spool, is_spool_of
+from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.store import Store
@@ -56,7 +55,7 @@ def start_planned(
             prompts,
             order.plan,
             storage,
-            lambda: not is_stopping() and store.renew_plan(order.job_id, owner),
+            lambda: not is_stopping() and store.plans.renew(order.job_id, owner),
         )
     except StoppedError:
         return False
@@ -76,14 +75,14 @@ def start_planned(
 
 def discard_unused(store: Store, storage: Storage, reference: str, spool_id: int) -> None:
     """Removes a spool, unless the job of this id or output folder has begun with it."""
-    job = store.find_job(reference)
-    shards = store.spooled_shards(job.job_id) if job is not None else []
+    job = store.jobs.find(reference)
+    shards = store.shards.spooled(job.job_id) if job is not None else []
     if not any(is_spool_of(shard.range, spool_id) for shard in shards):
         delete_spool(storage, spool_id)
 
 
 def _start(store: Store, order: StartOrder, regrouping: Regrouping | None) -> bool:
-    return store.start_job(
+    return store.plans.start(
         order.job_id,
         order.sources,
         order.columns,

@@ -5,7 +5,7 @@ A prefix that lies in two shards may be computed twice, by two workers.
 
 from __future__ import annotations
 
-from gristmill.jobs.plan.cutting import ShardRange
+from gristmill.jobs.source import ShardRange
 
 _SLACK = 8  # a shard may be longer or shorter by this fraction of it
 

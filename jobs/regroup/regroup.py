@@ -17,8 +17,6 @@ from typing import Any, BinaryIO, cast
 
 from gristmill.jobs.errors import JobsError
 from gristmill.jobs.input.reading import load_rows
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.plan.cutting import Plan
 from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.regroup.external_sort import ExternalSorter, SortItem
 from gristmill.jobs.regroup.prefix_sharing import PrefixSharing, estimate_sharing
@@ -27,6 +25,7 @@ from gristmill.jobs.regroup.sample import load_windows
 from gristmill.jobs.regroup.spool import Spooled, delete_spool, new_spool_id, write_spool
 from gristmill.jobs.row_errors import RowError, SkipRow
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.storage.hashing_file import write_error
@@ -81,7 +80,9 @@ def regroup(
     needed = {*prompts.columns, *spec.keep, "custom_id"}
     spool_id = new_spool_id()
     try:
-        spooled = _build_spool(spec, sources, prompts, needed, plan, storage, spool_id, beat)
+        items = _iterate_items(sources, prompts, needed, plan)
+        is_exact = spec.shard_rows is not None
+        spooled = _build_spool(storage, spool_id, items, plan, beat, is_exact=is_exact)
     except BaseException as error:
         with suppress(JobsError):
             delete_spool(storage, spool_id)
@@ -148,23 +149,15 @@ def _estimate(sources: Sequence[Source], prompts: PromptSource, plan: Plan, beat
 
 
 def _build_spool(
-    spec: JobSpec,
-    sources: Sequence[Source],
-    prompts: PromptSource,
-    needed: Collection[str],
-    plan: Plan,
-    storage: Storage,
-    spool_id: int,
-    beat: _Beat,
+    storage: Storage, spool_id: int, unsorted: Iterable[SortItem], plan: Plan, beat: _Beat, *, is_exact: bool
 ) -> Spooled:
     with _open_scratch(storage) as scratch:
         sorter = ExternalSorter(scratch)
-        for item in _iterate_items(sources, prompts, needed, plan):
+        for item in _beating(unsorted, beat):
             sorter.add(item)
-            beat()
         shard_rows = max(shard.num_rows for shard in plan.shards)
         items = _beating(sorter.iterate_sorted(), beat)
-        spooled = write_spool(storage, spool_id, items, shard_rows, is_exact=spec.shard_rows is not None)
+        spooled = write_spool(storage, spool_id, items, shard_rows, is_exact=is_exact)
     assert spooled.plan.num_rows == plan.num_rows, (
         f"{spooled.plan.num_rows} of {plan.num_rows} rows in the spool"
     )
@@ -209,7 +202,7 @@ def _describe(sharing: PrefixSharing) -> str:
     )
 
 
-def _beating(items: Iterator[SortItem], beat: _Beat) -> Iterator[SortItem]:
+def _beating(items: Iterable[SortItem], beat: _Beat) -> Iterator[SortItem]:
     for item in items:
         beat()
         yield item

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
+from gristmill.jobs.input.formats.registry import format_of
 from gristmill.jobs.input.reading import load_rows
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.plan.cutting import Plan, ShardRange
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import Plan, ShardRange, Source
 
 MIN_WINDOW_ROWS = 512
 MAX_WINDOW_ROWS = 4096  # of a larger shard: its first rows
 MAX_SAMPLE_ROWS = 16_384
 _MIN_WINDOWS = 4
-_MAX_PARQUET_WINDOWS = 8  # each decodes its row group up to its first row
 _MAX_SKIPPED_BYTES = 256 << 20  # of a compressed file: it must be read from its start
 
 
@@ -31,8 +30,8 @@ def load_windows(sources: Sequence[Source], plan: Plan, columns: Collection[str]
             window for window in windows if _is_near(sources[window[0].source_index], window[0])
         ] or windows[:1]
         num_windows = min(len(windows), max(_MIN_WINDOWS, MAX_SAMPLE_ROWS * len(sizes) // sum(sizes)))
-        if any(sources[window[0].source_index].format == "parquet" for window in windows):
-            num_windows = min(num_windows, _MAX_PARQUET_WINDOWS)
+        limits = {format_of(sources[window[0].source_index]).max_windows for window in windows} - {None}
+        num_windows = min([num_windows, *(limit for limit in limits if limit)])
         windows = [windows[(2 * i + 1) * len(windows) // (2 * num_windows)] for i in range(num_windows)]
     for window in windows:
         yield islice(_iterate_rows(sources, window, columns), MAX_WINDOW_ROWS)

@@ -17,12 +17,12 @@ from typing import Any, BinaryIO, NamedTuple
 from gristmill.jobs.crash_points import reach
 from gristmill.jobs.errors import SourceError
 from gristmill.jobs.input.files import expect_ranges
-from gristmill.jobs.plan.cutting import Plan, ShardRange
 from gristmill.jobs.regroup.boundaries import ShardBoundaries
 from gristmill.jobs.regroup.external_sort import SortItem
 from gristmill.jobs.regroup.prefix_sharing import common_prefix_size
 from gristmill.jobs.regroup.records import DamagedRecordError, iterate_records, to_record
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import Plan, ShardRange
 from gristmill.jobs.storage.folder import Storage
 
 SPOOL_FOLDER = "_spool"

@@ -90,9 +90,7 @@ class Storage(Protocol):
 def open_storage(output: str) -> Storage:
     """The storage of an output folder; the folder itself appears with its first file."""
     if output.startswith(S3_SCHEME):
-        from gristmill.jobs.storage.s3.folder import (
-            S3Storage,  # boto3 takes a third of a second: only who needs it waits
-        )
+        from gristmill.jobs.storage.remote import S3Storage  # boto3 takes a third of a second
 
         return S3Storage(output)
     return LocalStorage(os.path.abspath(output))

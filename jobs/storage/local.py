@@ -36,22 +36,13 @@ class LocalStorage:
     @contextmanager
     def create(self, name: str) -> Iterator[HashingFile]:
         """A file to write; on success it is synced and renamed to `name`, on any failure nothing is left."""
-        target = self.path(name)
-        temporary = _temporary_name(target)
-        with self._translated_errors(name):
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with temporary.open("wb") as raw:
-                    yield HashingFile(raw)
-                    raw.flush()
-                    os.fsync(raw.fileno())
-                reach("put.before")
-                os.replace(temporary, target)
-                _sync_folder(target.parent)
-                reach("put.after")
-            finally:
-                with suppress(FileNotFoundError):
-                    temporary.unlink()
+        with self._temporary(name) as (raw, temporary, target):
+            yield HashingFile(raw)
+            _sync_file(raw)
+            reach("put.before")
+            os.replace(temporary, target)
+            _sync_folder(target.parent)
+            reach("put.after")
 
     def put(self, name: str, data: bytes) -> None:
         """Writes a small file in one go."""
@@ -63,21 +54,12 @@ class LocalStorage:
 
         A second name (link) for a whole temporary file: unlike a rename it never replaces.
         """
-        target = self.path(name)
-        temporary = _temporary_name(target)
-        with self._translated_errors(name):
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with temporary.open("wb") as raw:
-                    raw.write(data)
-                    raw.flush()
-                    os.fsync(raw.fileno())
-                _link_new(temporary, target)
-                _sync_folder(target.parent)
-                return target.read_bytes() == data
-            finally:
-                with suppress(FileNotFoundError):
-                    temporary.unlink()
+        with self._temporary(name) as (raw, temporary, target):
+            raw.write(data)
+            _sync_file(raw)
+            _link_new(temporary, target)
+            _sync_folder(target.parent)
+            return target.read_bytes() == data
 
     def open(self, name: str) -> BinaryIO:
         """The file, open for reading."""
@@ -100,16 +82,12 @@ class LocalStorage:
 
     def publish(self, attempt: str, name: str) -> bool:
         """Renames the attempt, atomically; False when it is not there (any more)."""
-        return self.rename(attempt, name)
-
-    def rename(self, name: str, new_name: str) -> bool:
-        """Replaces `new_name` by `name`, atomically; False when `name` is not there (any more)."""
-        with self._translated_errors(new_name):
+        with self._translated_errors(name):
             try:
-                os.replace(self.path(name), self.path(new_name))
+                os.replace(self.path(attempt), self.path(name))
             except FileNotFoundError:
                 return False
-            _sync_folder(self.path(new_name).parent)
+            _sync_folder(self.path(name).parent)
             return True
 
     def holds(self, name: str, attempt: str, size: int) -> bool:
@@ -159,6 +137,20 @@ class LocalStorage:
         )
 
     @contextmanager
+    def _temporary(self, name: str) -> Iterator[tuple[BinaryIO, Path, Path]]:
+        """An open file that goes at the end unless it was renamed; its path, and that of the file it is for."""
+        target = self.path(name)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
+        with self._translated_errors(name):
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with temporary.open("wb") as raw:
+                    yield raw, temporary, target
+            finally:
+                with suppress(FileNotFoundError):
+                    temporary.unlink()
+
+    @contextmanager
     def _translated_errors(self, name: str) -> Iterator[None]:
         try:
             yield
@@ -178,8 +170,9 @@ def _link_new(temporary: Path, target: Path) -> None:
             os.replace(temporary, target)
 
 
-def _temporary_name(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
+def _sync_file(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -15,9 +15,9 @@ from sqlalchemy import ColumnElement, Connection, Row, func, insert, or_, select
 from gristmill.jobs.owner import Owner, is_dead
 from gristmill.jobs.records import ModelOffer, ShardClaim
 from gristmill.jobs.states import AttemptOutcome, JobState, Runner, ShardState
+from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.models import attempts, jobs, shards
 from gristmill.jobs.store.shard_rows import build_part, build_range, end_attempt
-from gristmill.jobs.store.shards import ShardStore
 
 MAX_LOSSES = 20
 _JOB_COLUMNS = (
@@ -35,12 +35,15 @@ class _OpenJob(NamedTuple):
     num_running: int
 
 
-class ClaimStore(ShardStore):
-    """The claims' part of Store."""
+class Claims:
+    """Who gets which shard."""
 
-    def claim_shard(self, job_id: str, owner: Owner) -> ShardClaim | None:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def of_job(self, job_id: str, owner: Owner) -> ShardClaim | None:
         """The lowest shard that is queued or abandoned (owner dead, lease over); None: nothing to do now."""
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             query = select(*_JOB_COLUMNS).where(jobs.c.id == job_id, jobs.c.state == JobState.IN_PROGRESS)
             row = connection.execute(query.with_for_update(key_share=True)).one_or_none()
             if row is None:
@@ -48,14 +51,14 @@ class ClaimStore(ShardStore):
             abandoned = _find_abandoned(_load_running(connection, [job_id]), now)
             return self._claim_lowest(connection, _OpenJob(row, abandoned, 0), owner, now)
 
-    def claim_next(self, offer: ModelOffer, owner: Owner, warm: Collection[str] = ()) -> ShardClaim | None:
+    def next(self, offer: ModelOffer, owner: Owner, warm: Collection[str] = ()) -> ShardClaim | None:
         """A shard of some job of the queue that the offered model can run; None: nothing to do now.
 
         First by priority, then from the job with the fewest running shards (a long job does not hold up a
         short one), then a job whose prefix_key is in `warm`, then the oldest job. The first claim of a job
         pins the model's fingerprint.
         """
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             found = _find_open_jobs(connection, _is_runnable(offer, now), now)
             for position, job in enumerate(sorted(found, key=lambda job: _rank(job, warm))):
                 # Only the first lock is waited for: jobs are not looked at in the order of locks.
@@ -66,12 +69,12 @@ class ClaimStore(ShardStore):
 
     def has_work(self, offer: ModelOffer) -> bool:
         """Whether claim_next has something to give: a look that holds up nobody."""
-        with self._read() as (connection, now):
+        with self._database.read() as (connection, now):
             return bool(_find_open_jobs(connection, _is_runnable(offer, now), now))
 
     def wanted_models(self) -> list[tuple[str, str]]:
         """(model, dtype) of every job of the queue that has a shard to give away, each once, sorted."""
-        with self._read() as (connection, now):
+        with self._database.read() as (connection, now):
             found = _find_open_jobs(connection, _is_open(now), now)
         return sorted({(job.row.model, job.row.dtype) for job in found})
 
@@ -86,7 +89,7 @@ class ClaimStore(ShardStore):
     ) -> ShardClaim | None:
         """Claims of one job; the first one, and the first after a pause, also change the job's row."""
         seen_at = job.row.owner_seen_at
-        is_going_on = seen_at is not None and seen_at >= now - self._lease_s
+        is_going_on = seen_at is not None and seen_at >= now - self._database.lease_s
         if is_going_on and job.row.started_at is not None and job.row.fingerprint:
             return self._claim_lowest(connection, job, owner, now)
         changing = select(jobs.c.id).where(jobs.c.id == job.row.id, *_is_runnable(offer, now))
@@ -125,7 +128,7 @@ class ClaimStore(ShardStore):
                 state=ShardState.RUNNING,
                 fence=fence,
                 owner=owner.to_text(),
-                lease_until=now + self._lease_s,
+                lease_until=now + self._database.lease_s,
                 rows_reported=row.part_rows,
                 started_at=func.coalesce(shards.c.started_at, now),
             )

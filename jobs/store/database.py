@@ -25,6 +25,7 @@ from gristmill.jobs.store.database_errors import opening_errors, transaction_err
 if TYPE_CHECKING:
     from alembic.config import Config
 
+LEASE_S = 60.0
 SCHEMA_REVISION = "0002"  # the newest revision in migrations/versions
 BUSY_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10
@@ -95,31 +96,43 @@ def migrate_database(url: str, target: str = "head") -> str:
         engine.dispose()
 
 
-@contextmanager
-def write_transaction(engine: Engine) -> Iterator[Connection]:
-    """A transaction that may change rows; database faults become StoreError or OutputError."""
-    with transaction_errors(_place(engine)), engine.begin() as connection:
-        yield connection
+class Database:
+    """Transactions and the clock of one database, for the subjects of the store. Safe for several threads."""
 
+    def __init__(
+        self, engine: Engine, clock: Callable[[], float] | None = None, lease_s: float = LEASE_S
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self.lease_s = lease_s  # how long a claim holds without a heartbeat
 
-@contextmanager
-def read_transaction(engine: Engine) -> Iterator[Connection]:
-    """A transaction that only reads, all from one moment; on SQLite it waits for no writer."""
-    with transaction_errors(_place(engine)), engine.connect() as connection:
-        options: dict[str, Any] = {_READ_ONLY: True}
-        if connection.dialect.name == "postgresql":
-            options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-        with connection.execution_options(**options).begin():
-            yield connection
+    def close(self) -> None:
+        """Closes all connections."""
+        self._engine.dispose()
 
+    @contextmanager
+    def write(self) -> Iterator[tuple[Connection, float]]:
+        """A transaction that may change rows, and the time; faults become StoreError or OutputError."""
+        with transaction_errors(_place(self._engine)), self._engine.begin() as connection:
+            yield connection, self._now(connection)
 
-def database_now(connection: Connection, clock: Callable[[], float] | None) -> float:
-    """The database's time, one clock for all owners; `clock` replaces it in tests."""
-    if clock is not None:
-        return clock()
-    if connection.dialect.name == "sqlite":
-        return time.time()  # the file's host is this host
-    return float(connection.scalar(text("SELECT extract(epoch FROM clock_timestamp())")))
+    @contextmanager
+    def read(self) -> Iterator[tuple[Connection, float]]:
+        """A transaction that only reads, all from one moment; on SQLite it waits for no writer."""
+        with transaction_errors(_place(self._engine)), self._engine.connect() as connection:
+            options: dict[str, Any] = {_READ_ONLY: True}
+            if connection.dialect.name == "postgresql":
+                options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+            with connection.execution_options(**options).begin():
+                yield connection, self._now(connection)
+
+    def _now(self, connection: Connection) -> float:
+        """The database's time, one clock for all owners; `clock` replaces it in tests."""
+        if self._clock is not None:
+            return self._clock()
+        if connection.dialect.name == "sqlite":
+            return time.time()  # the file's host is this host
+        return float(connection.scalar(text("SELECT extract(epoch FROM clock_timestamp())")))
 
 
 def run_migrations(connection: Connection, target: str = "head") -> None:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from sqlalchemy import select, update
+from typing import Any
+
+from sqlalchemy import exists, select, update
 
 from gristmill.jobs.owner import Owner, is_dead
-from gristmill.jobs.records import FinalizeClaim, FinishedShard
-from gristmill.jobs.states import TERMINAL_SHARD_STATES, JobState, ShardState
-from gristmill.jobs.store.claims import ClaimStore
-from gristmill.jobs.store.job_rows import end_job, enter_state, lock_job
+from gristmill.jobs.records import FinalizeClaim
+from gristmill.jobs.states import TERMINAL_SHARD_STATES, JobState, Runner, ShardState
+from gristmill.jobs.store.database import Database
+from gristmill.jobs.store.job_rows import credit_time, end_job, enter_state, lock_job
 from gristmill.jobs.store.models import jobs, shards
-from gristmill.jobs.store.shard_rows import build_part, build_range, has_shards
+from gristmill.jobs.store.shard_rows import has_shards
 
 OPEN_SHARD_STATES = tuple(state for state in ShardState if state not in TERMINAL_SHARD_STATES)
 
 
-class FinalizeStore(ClaimStore):
-    """The finalizer's part of Store."""
+class Finalizing:
+    """The right to finalize a job, and the end that it comes to."""
 
-    def claim_finalize(self, job_id: str, owner: Owner) -> FinalizeClaim | None:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def claim(self, job_id: str, owner: Owner) -> FinalizeClaim | None:
         """The right to finalize; None while shards are left, a live process is at it, or all is done."""
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             row = lock_job(connection, job_id)
             if row is None or row.state not in (JobState.IN_PROGRESS, JobState.FINALIZING):
                 return None
@@ -28,12 +33,12 @@ class FinalizeStore(ClaimStore):
             values = {
                 "finalize_fence": fence,
                 "finalize_owner": owner.to_text(),
-                "finalize_lease_until": now + self._lease_s,
+                "finalize_lease_until": now + self._database.lease_s,
             }
             if row.state == JobState.IN_PROGRESS:
                 if has_shards(connection, job_id, OPEN_SHARD_STATES):
                     return None
-                self._credit_time(connection, job_id, owner, now)
+                credit_time(connection, job_id, owner, now, self._database.lease_s)
                 entered = enter_state(connection, job_id, JobState.FINALIZING, values | {"finished_at": now})
                 return FinalizeClaim(job_id, fence, owner) if entered else None
             other = Owner.from_text(row.finalize_owner) if row.finalize_owner else owner
@@ -42,34 +47,38 @@ class FinalizeStore(ClaimStore):
             connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
             return FinalizeClaim(job_id, fence, owner)
 
-    def renew_finalize(self, claim: FinalizeClaim) -> bool:
+    def renew(self, claim: FinalizeClaim) -> bool:
         """Renews the lease of a long finalization; False when another process took it over."""
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             newest = jobs.c.state == JobState.FINALIZING, jobs.c.finalize_fence == claim.fence
             change = update(jobs).where(jobs.c.id == claim.job_id, *newest)
-            return connection.execute(change.values(finalize_lease_until=now + self._lease_s)).rowcount == 1
+            return (
+                connection.execute(change.values(finalize_lease_until=now + self._database.lease_s)).rowcount
+                == 1
+            )
 
-    def spooled_shards(self, job_id: str) -> list[FinishedShard]:
-        """The shards whose rows lie in a spool, in its order."""
-        query = select(shards).where(shards.c.job_id == job_id, shards.c.source_index < 0)
-        with self._read() as (connection, _):
-            rows = connection.execute(query.order_by(shards.c.shard_index)).all()
-        return [FinishedShard(build_range(row), build_part(row), row.rows_failed) for row in rows]
-
-    def complete_job(self, claim: FinalizeClaim, state: JobState, message: str | None = None) -> bool:
+    def complete(self, claim: FinalizeClaim, state: JobState, message: str | None = None) -> bool:
         """Ends the job as completed or failed; False when the claim is not the newest."""
         assert state in (JobState.COMPLETED, JobState.FAILED), state
         newest = [jobs.c.finalize_fence == claim.fence]
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             return end_job(
                 connection, claim.job_id, state, now, message, before=[JobState.FINALIZING], where=newest
             )
 
-    def failed_shard_message(self, job_id: str) -> str | None:
-        """Why the first failed shard failed; None when none did."""
-        failed = select(shards.c.message).where(
-            shards.c.job_id == job_id, shards.c.state == ShardState.FAILED
-        )
-        with self._read() as (connection, _):
-            row = connection.execute(failed.order_by(shards.c.shard_index).limit(1)).one_or_none()
-        return None if row is None else row.message or "a shard failed"
+    def waiting(self) -> list[str]:
+        """Jobs of the queue whose shards are all at an end, and those whose finalizer died; oldest first."""
+        left = exists().where(shards.c.job_id == jobs.c.id, shards.c.state.in_(OPEN_SHARD_STATES))
+        columns = jobs.c.id, jobs.c.created_at, jobs.c.finalize_owner, jobs.c.finalize_lease_until
+        query = select(*columns).where(jobs.c.runner == Runner.WORKERS)
+        with self._database.read() as (connection, now):
+            ready = connection.execute(query.where(jobs.c.state == JobState.IN_PROGRESS, ~left)).all()
+            ending = connection.execute(query.where(jobs.c.state == JobState.FINALIZING)).all()
+        found = [*ready, *(row for row in ending if not _is_finalizing(row, now))]
+        return [row.id for row in sorted(found, key=lambda row: (row.created_at, row.id))]
+
+
+def _is_finalizing(row: Any, now: float) -> bool:
+    if row.finalize_lease_until is None or row.finalize_lease_until < now:
+        return False
+    return not is_dead(Owner.from_text(row.finalize_owner))

@@ -13,13 +13,12 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, case, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, insert, or_, select, update
 
 from gristmill.jobs.errors import StoreError
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.owner import Owner
-from gristmill.jobs.plan.cutting import Plan, ShardRange
-from gristmill.jobs.records import PRIORITIES, JobRecord
+from gristmill.jobs.records import PRIORITIES, JobRecord, Signal
+from gristmill.jobs.source import Plan, ShardRange, Source
 from gristmill.jobs.states import JOB_STATES_BEFORE, TERMINAL_JOB_STATES, JobState, Runner, ShardState
 from gristmill.jobs.stats import JobStats
 from gristmill.jobs.store.models import events, jobs, shards
@@ -218,6 +217,31 @@ def add_job_stats(connection: Connection, job_id: str, stats: JobStats) -> None:
         for label, value in values.items()
     }
     connection.execute(update(jobs).where(is_job).values(stats=total.to_json(), **percentiles))
+
+
+def touch_job(connection: Connection, job_id: str, owner: Owner, now: float, lease_s: float) -> Signal:
+    """Says that `owner` works on the job, and hears whether to go on."""
+    credit_time(connection, job_id, owner, now, lease_s)
+    state = connection.scalar(select(jobs.c.state).where(jobs.c.id == job_id))
+    return Signal.CONTINUE if state == JobState.IN_PROGRESS else Signal.CANCEL
+
+
+def credit_time(connection: Connection, job_id: str, owner: Owner, now: float, lease_s: float) -> None:
+    """Adds the time since anybody last said so to the job's active time, and says so now.
+
+    A local job hears its holder only; at a job of the queue several workers work at once, and the time
+    passes once.
+    """
+    is_working = jobs.c.state.in_((JobState.IN_PROGRESS, JobState.CANCELLING))
+    passed = now - func.coalesce(jobs.c.owner_seen_at, now)
+    credit = case((or_(~is_working, passed < 0), 0.0), (passed > lease_s, lease_s), else_=passed)
+    works = or_(jobs.c.owner == owner.to_text(), and_(jobs.c.runner == Runner.WORKERS, is_working))
+    seen_at = case((jobs.c.owner_seen_at > now, jobs.c.owner_seen_at), else_=now)
+    connection.execute(
+        update(jobs)
+        .where(jobs.c.id == job_id, works)
+        .values(active_s=jobs.c.active_s + credit, owner_seen_at=seen_at)
+    )
 
 
 def add_event(

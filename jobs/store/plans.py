@@ -1,163 +1,180 @@
-"""Plans of large inputs, made in pieces by several workers. Whoever saves the last piece starts the job.
+"""The plan of a submitted job: one worker at a time has the right to make it, and to start the job from it.
 
-A piece has no lease: it may be planned twice, and is saved once.
+The plan has a lease like a shard. It decides nothing: two planners only waste work, since one conditional
+UPDATE starts the job. Large inputs are planned in pieces: pieces.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from sqlalchemy import Connection, Row, exists, insert, select, update
+from sqlalchemy import Connection, Row, exists, func, select, update
 
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.owner import Owner
-from gristmill.jobs.records import LoadedPiece, PieceRecord
-from gristmill.jobs.states import JobState, Runner
-from gristmill.jobs.store.job_rows import lock_job, plan_values
-from gristmill.jobs.store.models import jobs, plan_pieces
-from gristmill.jobs.store.submissions import SubmitStore, is_planning
+from gristmill.jobs.errors import RefusedError, StoreError
+from gristmill.jobs.owner import Owner, is_dead
+from gristmill.jobs.records import JobRecord
+from gristmill.jobs.source import Plan, Source
+from gristmill.jobs.states import JobState
+from gristmill.jobs.store.database import Database
+from gristmill.jobs.store.folder_rows import check_free, check_newest, replace_jobs
+from gristmill.jobs.store.job_rows import (
+    add_event,
+    end_job,
+    enter_state,
+    insert_shards,
+    load_job,
+    lock_job,
+    lock_output,
+    plan_figures,
+    plan_values,
+)
+from gristmill.jobs.store.models import events, jobs, plan_pieces
+from gristmill.jobs.store.pieces import has_pieces, is_unplanned
 
-PIECES_AGAIN_S = 10.0  # after so long without a saved piece, the messages are taken for lost
+MAX_PLANNERS_LOST = 5
 
 
-class Piece(Protocol):
-    """What plan_pieces.cut_pieces gives: a source, or a byte range of it."""
+class Plans:
+    """The right to plan a submitted job, and to start it."""
 
-    @property
-    def source_index(self) -> int: ...
-    @property
-    def byte_offset(self) -> int: ...
-    @property
-    def byte_size(self) -> int: ...
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
+    def claim(self, job_id: str, owner: Owner) -> JobRecord | None:
+        """The right to plan a submitted job, for a lease; None when it is planned, or somebody is at it."""
+        with self._database.write() as (connection, now):
+            row = lock_job(connection, job_id)
+            if row is None or row.state != JobState.VALIDATING or _is_planning(row, now):
+                return None
+            if has_pieces(connection, job_id):
+                return None
+            if row.plan_owner is not None and _is_deadly(connection, row, now):
+                return None
+            values = {"plan_owner": owner.to_text(), "plan_lease_until": now + self._database.lease_s}
+            connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
+            return load_job(connection, job_id)
 
-class PlanStore(SubmitStore):
-    """The pieces' part of Store."""
+    def renew(self, job_id: str, owner: Owner) -> bool:
+        """Renews the lease of a long planning; False when the job was stopped or others plan it."""
+        with self._database.write() as (connection, now):
+            return self._change_plan(connection, job_id, owner, plan_lease_until=now + self._database.lease_s)
 
-    def save_pieces(
+    def release(self, job_id: str, owner: Owner) -> None:
+        """Ends the right of `owner` to plan, so that the next try need not wait for the lease."""
+        with self._database.write() as (connection, _):
+            self._change_plan(connection, job_id, owner, plan_owner=None, plan_lease_until=None)
+
+    def refuse(self, job_id: str, message: str) -> bool:
+        """Fails a job that can't be planned; False when it is past planning."""
+        with self._database.write() as (connection, now):
+            return end_job(connection, job_id, JobState.FAILED, now, message, before=[JobState.VALIDATING])
+
+    def start(
         self,
         job_id: str,
         sources: Sequence[Source],
         columns: Sequence[str],
+        plan: Plan,
         part_schema: bytes,
         identity: str,
-        pieces: Sequence[Piece],
+        prefix_key: str | None = None,
+        regrouped: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Keeps what the pieces' planners need; False when the job has pieces or is not to be planned."""
-        with self._write() as (connection, now):
-            row = lock_job(connection, job_id)
-            if row is None or row.state != JobState.VALIDATING or _has_pieces(connection, job_id):
+        """Puts a planned job in progress with all its shards queued; False when it is not to be planned.
+
+        `regrouped`: what the job's history tells of a regrouping.
+
+        Raises RefusedError when another job is at work in its output folder.
+        """
+        with self._database.write() as (connection, now):
+            row = _lock_validating(connection, job_id)
+            if row is None:
                 return False
-            rows = [
-                {
-                    "job_id": job_id,
-                    "piece_index": index,
-                    "source_index": piece.source_index,
-                    "byte_offset": piece.byte_offset,
-                    "byte_size": piece.byte_size,
-                }
-                for index, piece in enumerate(pieces)
-            ]
-            connection.execute(insert(plan_pieces), rows)
-            values = plan_values(sources, columns, part_schema, identity)
-            values |= {"plan_owner": None, "plan_lease_until": now + PIECES_AGAIN_S}
-            connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
+            check_free(connection, row)
+            values = {
+                **plan_values(sources, columns, part_schema, identity),
+                "prefix_key": prefix_key,
+                "num_rows": plan.num_rows,
+                "num_shards": len(plan.shards),
+                "plan_owner": None,
+                "plan_lease_until": None,
+            }
+            entered = enter_state(connection, job_id, JobState.IN_PROGRESS, values)
+            assert entered, "the row is locked by this transaction"
+            insert_shards(connection, job_id, plan.shards)
+            connection.execute(plan_pieces.delete().where(plan_pieces.c.job_id == job_id))
+            add_event(connection, job_id, now, "planned", plan_figures(plan, regrouped))
             return True
 
-    def load_piece(self, job_id: str, piece_index: int) -> LoadedPiece | None:
-        """A piece to plan; None when the job is past planning, or never had that piece."""
-        piece = plan_pieces.c.job_id == job_id, plan_pieces.c.piece_index == piece_index
-        query = select(plan_pieces, jobs.c.sources).join(jobs, jobs.c.id == plan_pieces.c.job_id)
-        with self._read() as (connection, _):
-            row = connection.execute(query.where(*piece, jobs.c.state == JobState.VALIDATING)).one_or_none()
-        if row is None:
-            return None
-        return LoadedPiece(Source(**row.sources[row.source_index]), _build_piece(row))
+    def take_over_output(self, job_id: str) -> None:
+        """Cancels the earlier unfinished jobs of the job's output, which is about to be overwritten.
 
-    def save_piece(self, job_id: str, piece_index: int, ranges: str) -> bool:
-        """Keeps the ranges of one piece; True when all pieces have theirs, and the job can start."""
-        with self._write() as (connection, now):
-            row = lock_job(connection, job_id)  # of two last pieces one must see the other
-            if row is None or row.state != JobState.VALIDATING:
-                return False
-            empty = plan_pieces.c.job_id == job_id, plan_pieces.c.ranges.is_(None)
-            change = update(plan_pieces).where(*empty, plan_pieces.c.piece_index == piece_index)
-            connection.execute(change.values(ranges=ranges))
-            going_on = update(jobs).where(jobs.c.id == job_id)
-            connection.execute(going_on.values(plan_lease_until=now + PIECES_AGAIN_S))
-            is_left = connection.scalar(select(exists().where(*empty)))
-            return not is_left and _has_pieces(connection, job_id)
+        Raises JobIsLive while somebody works on one of them, RefusedError when a later job has the folder or
+        this one was stopped.
+        """
+        with self._database.write() as (connection, now):
+            row = _lock_validating(connection, job_id)
+            if row is None:
+                raise RefusedError(f"job {job_id} was stopped before it was planned")
+            check_newest(connection, row)
+            replace_jobs(connection, row.output, job_id, None, now, self._database.lease_s)
 
-    def load_pieces(self, job_id: str) -> list[PieceRecord]:
-        """All pieces of a plan, in input order."""
-        query = select(plan_pieces).where(plan_pieces.c.job_id == job_id)
-        with self._read() as (connection, _):
-            return [
-                _build_piece(row) for row in connection.execute(query.order_by(plan_pieces.c.piece_index))
-            ]
-
-    def unplanned_pieces(self, job_id: str) -> list[int]:
-        """The indexes of the pieces without ranges."""
-        return [piece.piece_index for piece in self.load_pieces(job_id) if piece.ranges is None]
+    def _change_plan(self, connection: Connection, job_id: str, owner: Owner, **values: Any) -> bool:
+        mine = jobs.c.state == JobState.VALIDATING, jobs.c.plan_owner == owner.to_text()
+        change = update(jobs).where(jobs.c.id == job_id, *mine).values(values)
+        return connection.execute(change).rowcount == 1
 
     def claim_start(self, job_id: str, owner: Owner) -> bool:
-        """The right to start a job whose pieces are all planned, for a lease that renew_plan renews.
+        """The right to start a job whose pieces are all planned, for a lease that renew renews.
 
         False when it is started, or somebody is at it: also another thread of the process that asks.
         """
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             row = lock_job(connection, job_id)
             if row is None or row.state != JobState.VALIDATING:
                 return False
-            if row.plan_owner is not None and is_planning(row, now):
+            if row.plan_owner is not None and _is_planning(row, now):
                 return False
-            values = {"plan_owner": owner.to_text(), "plan_lease_until": now + self._lease_s}
+            values = {"plan_owner": owner.to_text(), "plan_lease_until": now + self._database.lease_s}
             connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
             return True
 
-    def jobs_to_plan(self) -> list[str]:
+    def waiting(self) -> list[str]:
         """Submitted jobs that nobody plans, oldest first; those that wait for pieces are not among them."""
         waiting = exists().where(plan_pieces.c.job_id == jobs.c.id)
-        with self._read() as (connection, now):
+        with self._database.read() as (connection, now):
             columns = jobs.c.id, jobs.c.plan_owner, jobs.c.plan_lease_until
-            query = select(*columns).where(*_is_unplanned(), ~waiting)
+            query = select(*columns).where(*is_unplanned(), ~waiting)
             rows = connection.execute(query.order_by(jobs.c.created_at, jobs.c.id)).all()
-        return [row.id for row in rows if not is_planning(row, now)]
-
-    def pieces_to_plan(self) -> list[tuple[str, int]]:
-        """(job, piece) of plans that stand still: the caller sends their messages, no other one does for a while.
-
-        Where all pieces have ranges and the job was not started (its starter died), its last piece stands
-        for that: it has ranges, and whoever gets it starts the job.
-        """
-        has_pieces = exists().where(plan_pieces.c.job_id == jobs.c.id)
-        with self._read() as (connection, now):
-            still = *_is_unplanned(), has_pieces, jobs.c.plan_lease_until < now
-            job_ids = connection.scalars(select(jobs.c.id).where(*still).order_by(jobs.c.id)).all()
-        found: list[tuple[str, int]] = []
-        for job_id in job_ids:
-            with self._write() as (connection, now):
-                still = jobs.c.id == job_id, *_is_unplanned(), jobs.c.plan_lease_until < now
-                again = {"plan_owner": None, "plan_lease_until": now + PIECES_AGAIN_S}
-                change = update(jobs).where(*still).values(again)
-                if connection.execute(change).rowcount == 0:
-                    continue
-            pieces = self.load_pieces(job_id)
-            unplanned = [piece for piece in pieces if piece.ranges is None]
-            found += [(job_id, piece.piece_index) for piece in unplanned or pieces[-1:]]
-        return found
+        return [row.id for row in rows if not _is_planning(row, now)]
 
 
-def _is_unplanned() -> list[Any]:
-    return [jobs.c.state == JobState.VALIDATING, jobs.c.runner == Runner.WORKERS]
+def _is_planning(row: Any, now: float) -> bool:
+    """Whether somebody holds the plan: also another thread of the process that asks."""
+    if row.plan_lease_until is None or row.plan_lease_until < now:
+        return False
+    return row.plan_owner is None or not is_dead(Owner.from_text(row.plan_owner))
 
 
-def _has_pieces(connection: Connection, job_id: str) -> bool:
-    return bool(connection.scalar(select(exists().where(plan_pieces.c.job_id == job_id))))
+def _is_deadly(connection: Connection, job: Row[Any], now: float) -> bool:
+    """Counts a planner that was lost with the plan unfinished; after MAX_PLANNERS_LOST the job fails.
+
+    A damaged file can end the process that opens it: without a limit, worker after worker.
+    """
+    lost = events.c.job_id == job.id, events.c.kind == "planner_lost"
+    add_event(connection, job.id, now, "planner_lost", {"owner": job.plan_owner})
+    if int(connection.scalar(select(func.count()).where(*lost)) or 0) < MAX_PLANNERS_LOST:
+        return False
+    message = f"{MAX_PLANNERS_LOST} workers ended while they planned it: look for a damaged input file"
+    return end_job(connection, job.id, JobState.FAILED, now, message, before=[JobState.VALIDATING])
 
 
-def _build_piece(row: Row[Any]) -> PieceRecord:
-    return PieceRecord(
-        row.job_id, row.piece_index, row.source_index, row.byte_offset, row.byte_size, row.ranges
-    )
+def _lock_validating(connection: Connection, job_id: str) -> Row[Any] | None:
+    """The row of a job that is to be planned, locked after its output folder."""
+    output = connection.scalar(select(jobs.c.output).where(jobs.c.id == job_id))
+    if output is None:
+        raise StoreError(f"there is no job {job_id} in this database: `gristmill list` shows those there are")
+    lock_output(connection, output)
+    row = lock_job(connection, job_id)
+    return row if row is not None and row.state == JobState.VALIDATING else None

@@ -8,8 +8,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, and_, or_, select, update
 
 from gristmill.jobs.owner import Owner, is_dead
-from gristmill.jobs.plan.cutting import ShardRange
 from gristmill.jobs.records import PartFile, ShardClaim
+from gristmill.jobs.source import ShardRange
 from gristmill.jobs.states import AttemptOutcome, ShardState
 from gristmill.jobs.stats import ShardCounts
 from gristmill.jobs.store.models import attempts, shards

@@ -6,33 +6,30 @@ match no row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, case, func, or_, select, update
+from sqlalchemy import ColumnElement, Row, and_, select, update
 
 from gristmill.jobs.crash_points import reach
 from gristmill.jobs.errors import StoreError
-from gristmill.jobs.owner import Owner
-from gristmill.jobs.records import CommittedPart, Heartbeat, PartFile, ShardClaim, Signal
-from gristmill.jobs.states import AttemptOutcome, JobState, Runner, ShardState
+from gristmill.jobs.records import CommittedPart, FinishedShard, Heartbeat, PartFile, ShardClaim
+from gristmill.jobs.states import AttemptOutcome, ShardState
 from gristmill.jobs.stats import JobStats, ShardCounts
-from gristmill.jobs.store.database import database_now, read_transaction, write_transaction
-from gristmill.jobs.store.job_rows import add_job_stats, clean_text, lock_job
-from gristmill.jobs.store.models import jobs, shards
+from gristmill.jobs.store.database import Database
+from gristmill.jobs.store.job_rows import add_job_stats, clean_text, lock_job, touch_job
+from gristmill.jobs.store.models import shards
 from gristmill.jobs.store.shard_rows import (
     added_counts,
     build_part,
+    build_range,
     change_claimed,
     check_rows,
     end_attempt,
     part_values,
 )
 
-LEASE_S = 60.0
 _COMMIT_TRIES = 3
-_WORKING = (JobState.IN_PROGRESS, JobState.CANCELLING)
 
 
 class _Commit(NamedTuple):
@@ -60,23 +57,11 @@ class _Commit(NamedTuple):
         return bool(row.fence == self.claim.fence and row.state == after)
 
 
-class ShardStore:
-    """The shards' half of Store."""
+class Shards:
+    """Claimed shards: heartbeats and commits; and what their parts hold."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] | None, lease_s: float) -> None:
-        self._engine = engine
-        self._clock = clock
-        self._lease_s = lease_s
-
-    @contextmanager
-    def _write(self) -> Iterator[tuple[Connection, float]]:
-        with write_transaction(self._engine) as connection:
-            yield connection, database_now(connection, self._clock)
-
-    @contextmanager
-    def _read(self) -> Iterator[tuple[Connection, float]]:
-        with read_transaction(self._engine) as connection:
-            yield connection, database_now(connection, self._clock)
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     def heartbeat(self, claims: Sequence[ShardClaim], rows_done: Mapping[int, int]) -> Heartbeat:
         """Renews the leases of `claims` and tells their jobs; `rows_done` reports rows by shard id.
@@ -86,24 +71,20 @@ class ShardStore:
         """
         owners = {claim.job_id: claim.owner for claim in claims}
         lost: set[int] = set()
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             signals = {
-                job_id: self._touch(connection, job_id, owners[job_id], now) for job_id in sorted(owners)
+                job_id: touch_job(connection, job_id, owners[job_id], now, self._database.lease_s)
+                for job_id in sorted(owners)
             }
             for claim in sorted(claims, key=lambda claim: claim.shard_id):
-                values: dict[str, Any] = {"lease_until": now + self._lease_s}
+                values: dict[str, Any] = {"lease_until": now + self._database.lease_s}
                 if claim.shard_id in rows_done:
                     values["rows_reported"] = rows_done[claim.shard_id]
                 if not change_claimed(connection, claim, values):
                     lost.add(claim.shard_id)
         return Heartbeat(signals, frozenset(lost))
 
-    def touch_jobs(self, job_ids: Collection[str], owner: Owner) -> dict[str, Signal]:
-        """A heartbeat without claims: says that `owner` works on these jobs, and hears whether to go on."""
-        with self._write() as (connection, now):
-            return {job_id: self._touch(connection, job_id, owner, now) for job_id in sorted(set(job_ids))}
-
-    def commit_shard(
+    def commit(
         self,
         claim: ShardClaim,
         part: PartFile | None,
@@ -130,24 +111,24 @@ class ShardStore:
                 continue
         return self._commit_once(work)
 
-    def release_shard(self, claim: ShardClaim) -> bool:
+    def release(self, claim: ShardClaim) -> bool:
         """Gives a claim back to the queue, with nothing committed."""
         return self._end_claim(claim, ShardState.QUEUED, AttemptOutcome.REQUEUED, None)
 
-    def fail_shard(self, claim: ShardClaim, message: str) -> bool:
+    def fail(self, claim: ShardClaim, message: str) -> bool:
         """Ends a shard that can't be done; what earlier commits hold is kept."""
         return self._end_claim(claim, ShardState.FAILED, AttemptOutcome.FAILED, message)
 
     def record_crash(self, claim: ShardClaim) -> int:
         """Counts a death of the engine while this shard ran; returns the count, also for a lost claim."""
-        with self._write() as (connection, _):
+        with self._database.write() as (connection, _):
             change_claimed(connection, claim, {"crash_count": shards.c.crash_count + 1})
             count = connection.scalar(select(shards.c.crash_count).where(shards.c.id == claim.shard_id))
             return int(count or 0)
 
     def mark_published(self, shard_id: int, part: PartFile) -> None:
         """Notes that the part has its part name; nothing happens if a longer one replaced it meanwhile."""
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             connection.execute(
                 update(shards)
                 .where(shards.c.id == shard_id, shards.c.part_attempt == part.attempt)
@@ -164,40 +145,15 @@ class ShardStore:
         return self._parts(and_(shards.c.job_id == job_id, shards.c.published_at.is_(None)))
 
     def _parts(self, condition: ColumnElement[bool]) -> list[CommittedPart]:
-        with self._read() as (connection, _):
+        with self._database.read() as (connection, _):
             query = select(shards).where(condition, shards.c.part_attempt.is_not(None))
             rows = connection.execute(query.order_by(shards.c.shard_index)).all()
         parts = ((row, build_part(row)) for row in rows)
         return [CommittedPart(row.id, part, row.rows_failed) for row, part in parts if part is not None]
 
-    def _touch(self, connection: Connection, job_id: str, owner: Owner, now: float) -> Signal:
-        self._credit_time(connection, job_id, owner, now)
-        state = connection.scalar(select(jobs.c.state).where(jobs.c.id == job_id))
-        return Signal.CONTINUE if state == JobState.IN_PROGRESS else Signal.CANCEL
-
-    def _credit_time(self, connection: Connection, job_id: str, owner: Owner, now: float) -> None:
-        """Adds the time since anybody last said so to the job's active time, and says so now.
-
-        A local job hears its holder only; at a job of the queue several workers work at once, and the time
-        passes once.
-        """
-        passed = now - func.coalesce(jobs.c.owner_seen_at, now)
-        credit = case(
-            (or_(jobs.c.state.not_in(_WORKING), passed < 0), 0.0),
-            (passed > self._lease_s, self._lease_s),
-            else_=passed,
-        )
-        works = or_(jobs.c.owner == owner.to_text(), and_(jobs.c.runner == Runner.WORKERS, _is_working()))
-        seen_at = case((jobs.c.owner_seen_at > now, jobs.c.owner_seen_at), else_=now)
-        connection.execute(
-            update(jobs)
-            .where(jobs.c.id == job_id, works)
-            .values(active_s=jobs.c.active_s + credit, owner_seen_at=seen_at)
-        )
-
     def _commit_once(self, work: _Commit) -> bool:
         claim = work.claim
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             if work.complete:
                 lock_job(connection, claim.job_id)  # its stats change after the shard, but jobs lock first
             query = select(shards).where(shards.c.id == claim.shard_id).with_for_update(key_share=True)
@@ -227,7 +183,7 @@ class ShardStore:
             values |= part_values(work.part)
         rows_in_part = work.part.rows if work.part else row.part_rows
         check_rows(values, rows_in_part, work.claim.range.num_rows if work.complete else None)
-        values |= {"rows_reported": rows_in_part, "lease_until": now + self._lease_s}
+        values |= {"rows_reported": rows_in_part, "lease_until": now + self._database.lease_s}
         if work.clear_strip:
             values["strip_errors"] = False
         if work.complete:
@@ -239,7 +195,7 @@ class ShardStore:
     def _end_claim(
         self, claim: ShardClaim, state: ShardState, outcome: AttemptOutcome, message: str | None
     ) -> bool:
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             values: dict[str, Any] = {"state": state, "owner": None, "lease_until": None}
             if message is not None:
                 values["message"] = message = clean_text(message)
@@ -248,6 +204,18 @@ class ShardStore:
             end_attempt(connection, claim.shard_id, claim.fence, outcome, now, message=message)
             return True
 
+    def spooled(self, job_id: str) -> list[FinishedShard]:
+        """The shards whose rows lie in a spool, in its order."""
+        query = select(shards).where(shards.c.job_id == job_id, shards.c.source_index < 0)
+        with self._database.read() as (connection, _):
+            rows = connection.execute(query.order_by(shards.c.shard_index)).all()
+        return [FinishedShard(build_range(row), build_part(row), row.rows_failed) for row in rows]
 
-def _is_working() -> ColumnElement[bool]:
-    return jobs.c.state.in_(_WORKING)
+    def failure(self, job_id: str) -> str | None:
+        """Why the first failed shard failed; None when none did."""
+        failed = select(shards.c.message).where(
+            shards.c.job_id == job_id, shards.c.state == ShardState.FAILED
+        )
+        with self._database.read() as (connection, _):
+            row = connection.execute(failed.order_by(shards.c.shard_index).limit(1)).one_or_none()
+        return None if row is None else row.message or "a shard failed"

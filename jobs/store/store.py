@@ -1,62 +1,46 @@
-"""The job database as one object: Store joins the parts of it, and adds the jobs of `gristmill run`.
+"""The job database, one attribute a subject; who needs one subject only is handed that one.
 
-Every change of a state is a conditional UPDATE, so two callers never both believe that they made it. Claims:
-claims.py; commits: shards.py; the queue's jobs: submissions.py and plans.py; ends: finalizing.py,
-stops.py and retries.py; the numbers: status.py.
+Every change of a state is a conditional UPDATE, so two callers never both believe that they made it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
 
-from sqlalchemy import and_, case, insert, update
-
-from gristmill.jobs.errors import RefusedError
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.owner import Owner
-from gristmill.jobs.plan.cutting import Plan
-from gristmill.jobs.records import JobRecord, JobStatus
-from gristmill.jobs.states import JobState, Runner
-from gristmill.jobs.store.database import connect_database
-from gristmill.jobs.store.folder_rows import check_holder, replace_jobs
-from gristmill.jobs.store.job_rows import (
-    add_event,
-    build_job,
-    build_job_id,
-    end_job,
-    enter_state,
-    insert_shards,
-    load_job,
-    lock_job,
-    lock_output,
-    normal_output,
-    plan_figures,
-    plan_values,
-    select_jobs,
-)
-from gristmill.jobs.store.models import jobs
-from gristmill.jobs.store.shards import LEASE_S
-from gristmill.jobs.store.status import load_learned_rows_per_s, load_status
-from gristmill.jobs.store.workers import WorkerStore
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from gristmill.jobs.spec import JobSpec
+from gristmill.jobs.store.claims import Claims
+from gristmill.jobs.store.database import LEASE_S, Database, connect_database
+from gristmill.jobs.store.ends import Ends
+from gristmill.jobs.store.finalizing import Finalizing
+from gristmill.jobs.store.jobs import Jobs
+from gristmill.jobs.store.notices import Notices
+from gristmill.jobs.store.pieces import Pieces
+from gristmill.jobs.store.plans import Plans
+from gristmill.jobs.store.shards import Shards
+from gristmill.jobs.store.submissions import Submissions
+from gristmill.jobs.store.workers import Workers
 
 
-def open_store(url: str, clock: Callable[[], float] | None = None, lease_s: float = LEASE_S) -> Store:
-    """The store of a database, its schema migrated; `clock` replaces the database's time in tests."""
-    return Store(connect_database(url), clock, lease_s)
-
-
-class Store(WorkerStore):
+@dataclass(frozen=True, slots=True)
+class Store:
     """All that is asked of the job database. Safe for several threads; close it at the end."""
+
+    database: Database
+    jobs: Jobs
+    submissions: Submissions
+    plans: Plans
+    pieces: Pieces
+    claims: Claims
+    shards: Shards
+    finalizing: Finalizing
+    ends: Ends
+    notices: Notices
+    workers: Workers
 
     def close(self) -> None:
         """Closes all connections."""
-        self._engine.dispose()
+        self.database.close()
 
     def __enter__(self) -> Self:
         return self
@@ -64,119 +48,24 @@ class Store(WorkerStore):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def create_job(
-        self,
-        spec: JobSpec,
-        sources: Sequence[Source],
-        plan: Plan,
-        fingerprint: str,
-        identity: str,
-        part_schema: pa.Schema,
-        owner: Owner | None = None,
-        regrouped: Mapping[str, Any] | None = None,
-    ) -> JobRecord:
-        """A job in progress with all its shards queued, held by `owner` from the start.
 
-        It takes its output folder over: an unfinished earlier job of it is cancelled. Raises JobIsLive
-        when a live process holds that job.
-        """
-        output = normal_output(spec.output)
-        with self._write() as (connection, now):
-            lock_output(connection, output)
-            job_id = build_job_id(now)
-            replace_jobs(connection, output, job_id, owner, now, self._lease_s)
-            connection.execute(
-                insert(jobs).values(
-                    id=job_id,
-                    state=JobState.IN_PROGRESS,
-                    runner=Runner.LOCAL,
-                    fingerprint=fingerprint,
-                    model=spec.model,
-                    output=output,
-                    spec=spec.model_dump(mode="json"),
-                    max_tokens=spec.max_tokens,
-                    dtype=spec.dtype,
-                    num_rows=plan.num_rows,
-                    num_shards=len(plan.shards),
-                    created_at=now,
-                    owner=owner.to_text() if owner else None,
-                    owner_seen_at=now if owner else None,
-                    **plan_values(sources, [], part_schema.serialize().to_pybytes(), identity),
-                )
-            )
-            insert_shards(connection, job_id, plan.shards)
-            add_event(connection, job_id, now, "created", plan_figures(plan, regrouped))
-            return load_job(connection, job_id)
+def open_store(url: str, clock: Callable[[], float] | None = None, lease_s: float = LEASE_S) -> Store:
+    """The store of a database, its schema migrated; `clock` replaces the database's time in tests."""
+    return build_store(Database(connect_database(url), clock, lease_s))
 
-    def find_job(self, ref: str) -> JobRecord | None:
-        """The job that `ref` names: an id, an output folder, or the beginning of an id.
 
-        Of a folder's jobs the newest; one that was refused is meant only if there is no other.
-        """
-        was_refused = case((and_(jobs.c.state == JobState.FAILED, jobs.c.num_shards == 0), 1), else_=0)
-        newest = select_jobs().order_by(was_refused, jobs.c.created_at.desc(), jobs.c.id.desc())
-        with self._read() as (connection, _):
-            for condition in (jobs.c.id == ref, jobs.c.output == normal_output(ref)):
-                row = connection.execute(newest.where(condition).limit(1)).one_or_none()
-                if row is not None:
-                    return build_job(row)
-            rows = connection.execute(newest.where(jobs.c.id.startswith(ref, autoescape=True)).limit(2)).all()
-        if len(rows) > 1:
-            raise RefusedError(
-                f"{ref} is the beginning of several job ids: give more of it (`gristmill list`)"
-            )
-        return build_job(rows[0]) if rows and ref else None
-
-    def load_job(self, job_id: str) -> JobRecord:
-        """The job as it is now. Raises StoreError when there is none of that id."""
-        with self._read() as (connection, _):
-            return load_job(connection, job_id)
-
-    def list_jobs(self, limit: int = 50) -> list[JobRecord]:
-        """The newest jobs, newest first."""
-        query = select_jobs().order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit)
-        with self._read() as (connection, _):
-            return [build_job(row) for row in connection.execute(query)]
-
-    def hold_job(self, job_id: str, owner: Owner) -> None:
-        """Makes `owner` the one process that runs the job. Raises JobIsLive while another one does."""
-        with self._write() as (connection, now):
-            load_job(connection, job_id)
-            job = lock_job(connection, job_id)
-            assert job is not None, "it was just read"
-            if job.runner == Runner.WORKERS:
-                raise RefusedError(
-                    f"job {job_id} belongs to the queue's workers: see `gristmill status {job_id}`"
-                )
-            check_holder(job, owner, now, self._lease_s)
-            change = update(jobs).where(jobs.c.id == job_id).values(owner=owner.to_text(), owner_seen_at=now)
-            connection.execute(change)
-
-    def release_job(self, job_id: str, owner: Owner) -> None:
-        """Ends the hold of `owner`, if it still has it."""
-        with self._write() as (connection, now):
-            self._credit_time(connection, job_id, owner, now)
-            held = update(jobs).where(jobs.c.id == job_id, jobs.c.owner == owner.to_text())
-            connection.execute(held.values(owner=None, owner_seen_at=None))
-
-    def fail_job(self, job_id: str, message: str) -> bool:
-        """Ends a job in progress as failed (through finalizing); its other workers are told to stop."""
-        with self._write() as (connection, now):
-            if not enter_state(connection, job_id, JobState.FINALIZING, {"finished_at": now}):
-                return False
-            return end_job(connection, job_id, JobState.FAILED, now, message)
-
-    def status(self, job_id: str) -> JobStatus:
-        """Everything about a job in numbers, from the database only."""
-        with self._read() as (connection, now):
-            return load_status(connection, job_id, now, self._lease_s)
-
-    def learned_rows_per_s(self, fingerprint: str, max_tokens: int | None) -> float | None:
-        """Rows a second that the last jobs of this model and max_tokens reached; None without any."""
-        with self._read() as (connection, _):
-            return load_learned_rows_per_s(connection, fingerprint, max_tokens)
-
-    def record_event(self, job_id: str, kind: str, detail: Mapping[str, Any] | None = None) -> None:
-        """Adds one line to the job's history."""
-        with self._write() as (connection, now):
-            add_event(connection, job_id, now, kind, detail)
+def build_store(database: Database) -> Store:
+    """The store's subjects over one database."""
+    return Store(
+        database=database,
+        jobs=Jobs(database),
+        submissions=Submissions(database),
+        plans=Plans(database),
+        pieces=Pieces(database),
+        claims=Claims(database),
+        shards=Shards(database),
+        finalizing=Finalizing(database),
+        ends=Ends(database),
+        notices=Notices(database),
+        workers=Workers(database),
+    )

@@ -9,21 +9,22 @@ from sqlalchemy import Row, insert, select, update
 
 from gristmill.jobs.owner import Owner, is_dead
 from gristmill.jobs.records import WorkerModel, WorkerRecord
+from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.job_rows import clean_text
 from gristmill.jobs.store.models import workers
-from gristmill.jobs.store.upkeep import UpkeepStore
 
 SEEN_LATELY_S = 60.0  # a worker that said nothing for longer is taken for lost
 
 
-class WorkerStore(UpkeepStore):
-    """The workers' part of Store."""
+class Workers:
+    """The worker processes."""
 
-    def register_worker(
-        self, worker_id: str, owner: Owner, models: Sequence[WorkerModel], version: str
-    ) -> None:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def register(self, worker_id: str, owner: Owner, models: Sequence[WorkerModel], version: str) -> None:
         """A worker has started, or was forgotten and is still there."""
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             values = {
                 "owner": owner.to_text(),
                 "host": owner.host.partition("/")[0],
@@ -41,11 +42,11 @@ class WorkerStore(UpkeepStore):
             if connection.execute(known).rowcount == 0:
                 connection.execute(insert(workers).values(id=worker_id, **values))
 
-    def beat_worker(
+    def beat(
         self, worker_id: str, models: Sequence[WorkerModel], num_shards: int, num_rows_in_flight: int
     ) -> bool:
         """A worker still runs; False when the database does not know it: register it again."""
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             change = update(workers).where(workers.c.id == worker_id)
             values = {
                 "models": [model._asdict() for model in models],
@@ -55,24 +56,24 @@ class WorkerStore(UpkeepStore):
             }
             return connection.execute(change.values(values)).rowcount == 1
 
-    def stop_worker(self, worker_id: str, message: str | None = None) -> None:
+    def stop(self, worker_id: str, message: str | None = None) -> None:
         """A worker ends; `message` says why where nobody asked for it."""
         text = None if message is None else clean_text(message)
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             change = update(workers).where(workers.c.id == worker_id)
             values = {"stopped_at": now, "seen_at": now, "message": text}
             connection.execute(change.values(num_shards=0, num_rows_in_flight=0, **values))
 
-    def list_workers(self) -> list[WorkerRecord]:
+    def load_all(self) -> list[WorkerRecord]:
         """All workers that are remembered, the newest first."""
         query = select(workers).order_by(workers.c.started_at.desc(), workers.c.id)
-        with self._read() as (connection, now):
+        with self._database.read() as (connection, now):
             return [_build_worker(row, now) for row in connection.execute(query)]
 
     def known_models(self) -> dict[str, set[str]]:
         """The models that workers offer now, by name; a name has several fingerprints where workers differ."""
         found: dict[str, set[str]] = {}
-        for worker in self.list_workers():
+        for worker in self.load_all():
             if worker.state in ("busy", "idle"):
                 for model in worker.models:
                     found.setdefault(model.name, set()).add(model.fingerprint)

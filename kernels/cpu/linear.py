@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gristmill.kernels.cpu.library import CpuKernels
+from gristmill.kernels.linear import Finish, LinearPart
 
 FINISHES = {"plain": 0, "silu": 1, "mul": 2, "add": 3, "gated": 4}  # Finish of gemm.cpp
 
@@ -41,13 +42,11 @@ def pack_panels(weight: Tensor, width: int) -> Tensor:
     return split.permute(0, 2, 1, 3).contiguous()
 
 
-class PanelLinear:
+class PanelLinear(LinearPart):
     """y = f(x W^T + b); with up_weight instead silu(x W^T + b) * (x U^T + c).
 
     weight, up_weight: [out_features, in_features] float32 or bfloat16; bias, up_bias: [out_features].
     """
-
-    any_rows = True
 
     def __init__(
         self,
@@ -58,32 +57,24 @@ class PanelLinear:
         up_bias: Tensor | None = None,
     ) -> None:
         self.out_features, self.in_features = weight.shape
+        self.num_weights = weight.numel() * (1 if up_weight is None else 2)
         lanes = library.gm_lanes()
         if up_weight is None:
             self.panels = pack_panels(weight, 2 * lanes)
         else:
             # Half a panel of each: a tile of results then holds both factors of its products.
             self.panels = torch.cat([pack_panels(w, lanes) for w in (weight, up_weight)], 2)
-        self.bias = None if bias is None else bias.float().contiguous()
-        self.up_bias = None if up_bias is None else up_bias.float().contiguous()
+        self.num_bytes, self.is_gated = self.panels.nbytes, up_weight is not None
+        self.bias, self.up_bias = to_float(bias), to_float(up_bias)
         self._gemm = _bind_gemm(library)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the panels."""
-        return self.panels.nbytes
-
-    def run(self, x: Tensor, finish: str, other: Tensor | None = None) -> Tensor:
-        """f(x W^T + b) for f of FINISHES. x: [num_tokens, in_features]; other: [num_tokens, out_features].
-
-        Computes in float32 and returns the type of x.
-        """
+    def run(self, x: Tensor, finish: Finish = "plain", other: Tensor | None = None) -> Tensor:
+        """See LinearPart. Computes in float32."""
         assert x.shape[1] == self.in_features, f"x has {x.shape[1]} columns, the weights {self.in_features}"
-        rows = _to_rows(x)
-        out = torch.empty(len(x), self.out_features, dtype=torch.float32)
+        rows, out = to_rows(x), torch.empty(len(x), self.out_features)
         if other is not None:
             assert other.shape == out.shape, f"{tuple(other.shape)} is not the shape of {tuple(out.shape)}"
-            other = _to_rows(other)
+            other = to_rows(other)
         self._gemm(
             rows.data_ptr(),
             rows.stride(0),
@@ -92,22 +83,29 @@ class PanelLinear:
             self.out_features,
             self.panels.data_ptr(),
             self.panels.dtype == torch.bfloat16,
-            _address(self.bias),
-            _address(self.up_bias if finish == "gated" else other),
+            address(self.bias),
+            address(self.up_bias if self.is_gated else other),
             0 if other is None else other.stride(0),
             out.data_ptr(),
             out.stride(0),
-            FINISHES[finish],
+            FINISHES["gated" if self.is_gated else finish],
         )
         return out.to(x.dtype)
 
 
-def _to_rows(x: Tensor) -> Tensor:
+def to_rows(x: Tensor) -> Tensor:
+    """x: [n, size] in float32, the numbers of a row side by side."""
     x = x.float()
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _address(x: Tensor | None) -> int | None:
+def to_float(x: Tensor | None) -> Tensor | None:
+    """x, where there is one, in float32 and contiguous."""
+    return None if x is None else x.float().contiguous()
+
+
+def address(x: Tensor | None) -> int | None:
+    """Where x lies; None is the null pointer."""
     return None if x is None else x.data_ptr()
 
 

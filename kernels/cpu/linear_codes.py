@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.kernels.cpu.linear import FINISHES
+from gristmill.kernels.cpu.linear import FINISHES, address, to_float, to_rows
+from gristmill.kernels.linear import Finish, LinearPart
 from gristmill.kernels.quantized import QuantizedTensor, concatenate
 
 KINDS = ("int4", "int8", "fp8")  # in the order of gemm_codes.cpp
@@ -87,14 +88,12 @@ def interleave(gate: QuantizedTensor, up: QuantizedTensor, lanes: int) -> Quanti
     return both.take_rows(torch.cat([rows, rows + num_rows], 1).flatten())
 
 
-class CodesLinear:
+class CodesLinear(LinearPart):
     """y = f(x W^T + b); with `up` instead silu(x W^T + b) * (x U^T + c).
 
     weight, up: [out_features, in_features] of a kind and groups for which why_no_codes has nothing to say; bias,
     up_bias: [out_features]. Only the panels made of them are kept.
     """
-
-    any_rows = True
 
     def __init__(
         self,
@@ -110,9 +109,10 @@ class CodesLinear:
         packed = weight if up is None else interleave(weight, up, lanes)
         self.panels = pack_codes(packed, 2 * lanes)
         self.columns = None if packed.columns is None else packed.columns.contiguous()
-        self.bias = None if bias is None else bias.float().contiguous()
-        self.up_bias = None if up_bias is None else up_bias.float().contiguous()
-        self.is_gated = up is not None
+        self.num_bytes = self.panels.nbytes + (0 if self.columns is None else self.columns.nbytes)
+        self.bias, self.up_bias = to_float(bias), to_float(up_bias)
+        self.is_gated, self.has_rows = up is not None, up is None
+        self.num_weights = self.out_features * self.in_features * (1 if up is None else 2)
         self._weights = _Weights(
             self.panels.data_ptr(),
             KINDS.index(packed.kind),
@@ -122,49 +122,39 @@ class CodesLinear:
             packed.scales.dtype == torch.float16,
             packed.offsets is not None,
             self.is_gated,
-            *(None if part is None else part.data_ptr() for part in (self.columns, self.bias, self.up_bias)),
+            *map(address, (self.columns, self.bias, self.up_bias)),
         )
         self._reference = ctypes.byref(self._weights)
         self._gemm, self._take = _bind(library)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of codes, scales, offsets and column order, with the zeros that fill up panels."""
-        return self.panels.nbytes + (0 if self.columns is None else self.columns.nbytes)
 
     @property
     def weights_address(self) -> int:
         """Of the Weights that gm_gemm_codes takes; it holds as long as this object does."""
         return ctypes.addressof(self._weights)
 
-    def run(self, x: Tensor, finish: str, other: Tensor | None = None) -> Tensor:
-        """f(x W^T + b) for f of FINISHES. x: [num_tokens, in_features]; other: [num_tokens, out_features].
-
-        Computes in float32 and returns the type of x. A row's result does not depend on the rows around it.
-        """
+    def run(self, x: Tensor, finish: Finish = "plain", other: Tensor | None = None) -> Tensor:
+        """See LinearPart. Computes in float32; a row's result does not depend on the rows around it."""
         num_rows, num_columns = x.shape
         assert num_columns == self.in_features, f"x has {num_columns} columns, the weights {self.in_features}"
-        assert (finish == "gated") == self.is_gated
-        rows = _to_rows(x)
-        out = torch.empty(num_rows, self.out_features)
+        rows, out = to_rows(x), torch.empty(num_rows, self.out_features)
         if other is not None:
             assert other.shape == out.shape, f"{tuple(other.shape)} is not the shape of {tuple(out.shape)}"
-            other = _to_rows(other)
+            other = to_rows(other)
         self._gemm(
             self._reference,
             rows.data_ptr(),
             rows.stride(0),
             num_rows,
-            None if other is None else other.data_ptr(),
+            address(other),
             0 if other is None else other.stride(0),
             out.data_ptr(),
             self.out_features,
-            FINISHES[finish],
+            FINISHES["gated" if self.is_gated else finish],
         )
         return out if x.dtype == torch.float32 else out.to(x.dtype)
 
     def take_rows(self, ids: Tensor) -> Tensor:
-        """Rows of W: [n, in_features] float32. ids: [n] int64, from 0 to out_features - 1."""
+        """See LinearPart. ids: from 0 to out_features - 1."""
         assert not self.is_gated, "gated weights hold the rows of two matrices"
         ids = ids.contiguous()
         array = ids.numpy()
@@ -174,11 +164,6 @@ class CodesLinear:
         out = torch.empty(len(ids), self.in_features)
         self._take(self._reference, ids.data_ptr(), len(ids), out.data_ptr())
         return out
-
-
-def _to_rows(x: Tensor) -> Tensor:
-    x = x.float()
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:

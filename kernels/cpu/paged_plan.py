@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from gristmill.kernels.ops import AttentionBatch
+from gristmill.kernels.contract import AttentionBatch
 
 BLOCK_SIZE = 16
 MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 32
@@ -20,7 +19,7 @@ _SEGMENT = np.dtype(
 
 def plan_arrays(batch: AttentionBatch, num_threads: int) -> dict[str, NDArray[Any]]:
     """The arrays of AttendArgs (kernels/cpu/src/attention.h) that describe a step, by their names there."""
-    positions = plan_positions(batch)
+    positions = batch.positions()
     tile_starts = plan_tiles(batch.query_start_loc, num_threads)
     segments, segment_starts, costs = plan_segments(batch, positions, tile_starts)
     return {
@@ -54,12 +53,6 @@ def grow_arrays(arrays: dict[str, NDArray[Any]], batch: AttentionBatch) -> dict[
     segments["num_keys"] += segments["row_end"] - segments["row_begin"] == 1  # not those of groups
     tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
     return {**arrays, "block_tables": tables, "positions": arrays["positions"] + 1, "segments": segments}
-
-
-def plan_positions(batch: AttentionBatch) -> NDArray[np.int64]:
-    """Each row's place in its sequence: the rows of a sequence are its last tokens."""
-    starts = batch.query_start_loc
-    return np.arange(starts[-1]) + np.repeat(batch.seq_lens - starts[1:], np.diff(starts))
 
 
 def plan_tiles(starts: NDArray[np.int64], num_threads: int) -> NDArray[np.int64]:

@@ -6,14 +6,14 @@ num_blocks, block_size, head_dim]: a row's gathered blocks are one contiguous st
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from gristmill.kernels import reference
+from gristmill.kernels.contract import AttentionBatch, Backend, HeadNorms, KVCache, KVSpec, RopeTables
 from gristmill.kernels.torch.attention_plan import (
     AttentionPlan,
     DecodeCall,
@@ -21,121 +21,85 @@ from gristmill.kernels.torch.attention_plan import (
     PrefixCall,
     plan_calls,
 )
-from gristmill.kernels.zeros import zeros_on_use
-
-if TYPE_CHECKING:
-    from gristmill.kernels.ops import AttentionBatch, HeadNorms, KVScales, RopeTables
+from gristmill.kernels.torch.memory import zeros_on_use
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FP8 = torch.float8_e4m3fn
 
 
-class Storage(list[tuple[Tensor, Tensor]]):
-    """Keys and values of each layer; scales where they are FP8 codes."""
+class TorchKVCache(KVCache):
+    """storage: keys and values of each layer, [kv_heads, num_blocks, block_size, head_dim] each."""
 
-    scales: KVScales | None = None
+    def __init__(self, backend: Backend, spec: KVSpec, num_blocks: int) -> None:
+        super().__init__(backend, spec, num_blocks)
+        shape = (spec.num_kv_heads, num_blocks, spec.block_size, spec.head_dim)
+        # Zeros: a block that is only padding is read, and must hold finite numbers.
+        self.storage = [
+            (zeros_on_use(shape, spec.dtype), zeros_on_use(shape, spec.dtype)) for _ in range(spec.num_layers)
+        ]
 
+    def append(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rope: RopeTables,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> None:
+        """See KVCache."""
+        keys, values = self.storage[layer]
+        num_tokens, head_dim = len(slot_mapping), self.spec.head_dim
+        heads = qkv[:num_tokens].view(num_tokens, -1, head_dim)  # [T, H + 2 KVH, D]
+        q, k, v = heads.split([self.spec.num_heads, len(keys), len(keys)], 1)
+        cos, sin = (table[positions[:num_tokens]].unsqueeze(1) for table in rope)
+        for part, weight in ((q, norms and norms.q), (k, norms and norms.k)):
+            normed = part if norms is None else functional.rms_norm(part, (head_dim,), weight, norms.eps)
+            part.copy_(reference.rope(normed, cos, sin))
+        for side, (cache, new) in enumerate(((keys, k), (values, v))):
+            rounded = new.transpose(0, 1)  # [KVH, T, D]
+            if self.spec.scales is None:
+                rounded = rounded.to(cache.dtype)
+            else:
+                scale = self.spec.scales[side][layer][:, None, None]
+                rounded = reference.to_fp8(rounded, scale).view(torch.uint8)
+            flat = cache.view(rounded.dtype).view(len(cache), -1, head_dim)
+            flat.index_copy_(1, slot_mapping, rounded)
 
-def allocate_kv(
-    num_layers: int,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    scales: KVScales | None = None,
-) -> Storage:
-    """Storage for keys and values. Zeroed: a block that is only padding is read, and must hold finite numbers."""
-    shape = (num_kv_heads, num_blocks, block_size, head_dim)
-    storage = Storage((zeros_on_use(shape, dtype), zeros_on_use(shape, dtype)) for _ in range(num_layers))
-    storage.scales = scales
-    return storage
+    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        """See KVCache."""
+        return plan_calls(batch, self.spec.block_size)
 
+    def attend(self, layer: int, qkv: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+        """See KVCache."""
+        (keys, values), num_heads, scales = self.storage[layer], self.spec.num_heads, self.spec.scales
+        q: Tensor = qkv[:, : num_heads * keys.shape[-1]].unflatten(1, (num_heads, -1))  # [T, H, D]
+        q = q.to(keys.dtype) if scales is None else q.float() * _spread(scales.keys[layer], num_heads)
+        out = q.new_empty(q.shape)
+        out[plan.num_tokens :] = 0
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if plan.prefixes else None
+        for decode in plan.decodes:
+            _run_decode(keys, values, q, decode, scale, out, lse)
+        for prefill in plan.prefills:
+            _run_prefill(keys, values, q, prefill, scale, out, lse)
+        for prefix in plan.prefixes:
+            assert lse is not None
+            _merge_prefix(keys, values, q, prefix, scale, out, lse)
+        if scales is not None:
+            out *= _spread(scales.values[layer], num_heads)
+        return out.view(len(qkv), q.shape[1] * q.shape[2]).to(qkv.dtype)
 
-def append(
-    storage: Storage,
-    layer: int,
-    qkv: Tensor,
-    rope: RopeTables,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    num_heads: int,
-    norms: HeadNorms | None = None,
-) -> None:
-    """See KVCache.append."""
-    keys, values = storage[layer]
-    num_tokens, head_dim = len(slot_mapping), keys.shape[-1]
-    heads = qkv[:num_tokens].view(num_tokens, -1, head_dim)  # [T, H + 2 KVH, D]
-    q, k, v = heads.split([num_heads, len(keys), len(keys)], 1)
-    cos, sin = (table[positions[:num_tokens]] for table in rope)
-    for part, weight in ((q, norms and norms.q), (k, norms and norms.k)):
-        normed = part if norms is None else functional.rms_norm(part, (head_dim,), weight, norms.eps)
-        part.copy_(rotate(normed, cos, sin))
-    for side, (cache, new) in enumerate(((keys, k), (values, v))):
-        rounded = new.transpose(0, 1)  # [KVH, T, D]
-        if storage.scales is None:
-            rounded = rounded.to(cache.dtype)
-        else:
-            rounded = to_fp8(rounded, storage.scales[side][layer][:, None, None]).view(torch.uint8)
-        flat = cache.view(rounded.dtype).view(len(cache), -1, head_dim)
-        flat.index_copy_(1, slot_mapping, rounded)
+    def largest(self) -> Tensor:
+        """See KVCache."""
+        sides = zip(*self.storage, strict=True)
+        return torch.stack([torch.stack([t.float().abs().amax((1, 2, 3)) for t in side]) for side in sides])
 
-
-def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """The codes nearest to x / scale, at most 448 in size; a NaN stays one."""
-    largest = torch.finfo(_FP8).max
-    return (x.float() / scale).clamp(-largest, largest).to(_FP8)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the halves of x: [T, H, D], in float32 (arXiv 2104.09864). cos, sin: [T, D / 2] float32."""
-    a, b = x.float().chunk(2, -1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
-def copy_blocks(storage: Storage, pairs: NDArray[np.int32]) -> None:
-    """See KVCache.copy_blocks."""
-    for source, target in pairs.tolist():
-        for caches in storage:
-            for cache in caches:
-                cache[:, target] = cache[:, source]
-
-
-def largest(storage: Storage) -> Tensor:
-    """See KVCache.largest."""
-    sides = zip(*storage, strict=True)
-    return torch.stack([torch.stack([t.float().abs().amax((1, 2, 3)) for t in side]) for side in sides])
-
-
-def plan(batch: AttentionBatch, block_size: int) -> AttentionPlan:
-    """See KVCache.plan."""
-    return plan_calls(batch, block_size)
-
-
-def attend(
-    storage: Storage, layer: int, qkv: Tensor, plan: AttentionPlan, scale: float, num_heads: int
-) -> Tensor:
-    """See KVCache.attend."""
-    keys, values = storage[layer]
-    q: Tensor = qkv[:, : num_heads * keys.shape[-1]].unflatten(1, (num_heads, -1))  # [T, H, D]
-    if storage.scales is None:
-        q = q.to(keys.dtype)
-    else:
-        q = q.float() * _spread(storage.scales.keys[layer], num_heads)
-    out = q.new_empty(q.shape)
-    out[plan.num_tokens :] = 0
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if plan.prefixes else None
-    for decode in plan.decodes:
-        _run_decode(keys, values, q, decode, scale, out, lse)
-    for prefill in plan.prefills:
-        _run_prefill(keys, values, q, prefill, scale, out, lse)
-    for prefix in plan.prefixes:
-        assert lse is not None
-        _merge_prefix(keys, values, q, prefix, scale, out, lse)
-    if storage.scales is not None:
-        out *= _spread(storage.scales.values[layer], num_heads)
-    return out.view(len(qkv), q.shape[1] * q.shape[2]).to(qkv.dtype)
+    def copy_blocks(self, pairs: NDArray[np.int32]) -> None:
+        """See KVCache."""
+        for source, target in pairs.tolist():
+            for caches in self.storage:
+                for cache in caches:
+                    cache[:, target] = cache[:, source]
 
 
 def _run_decode(

@@ -7,15 +7,13 @@ length and one per bucket of prefill rows of like length. Knows block ids and le
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from gristmill.kernels.ops import AttentionBatch
+from gristmill.kernels.contract import AttentionBatch
 
 MAX_BUCKET_ROWS = 64  # decode rows in a call: more would pad short rows up to long ones
 MAX_MASK_ELEMENTS = 1 << 22  # of a prefill bucket's mask

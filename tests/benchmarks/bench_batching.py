@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 
 from bench import HERE, load_machine, load_workload
 
-from gristmill.engine.batch.prefix_theory import max_shared_tokens
-from gristmill.engine.build import build_engine
+from gristmill.engine.batch.prefix import max_shared_tokens
+from gristmill.engine.build import build_engine, build_random_engine
 from gristmill.engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
 from gristmill.engine.engine import Engine
-from gristmill.engine.model.random_weights import build_random_engine
 from gristmill.worker.tools.bench.run import BenchRun, find_miscount, run_pass, warm_up
 from gristmill.worker.tools.bench.workload import (
     BenchRow,

@@ -26,11 +26,11 @@ def measure(store: Store, output: str) -> list[float]:
     """Milliseconds of every status query, from the job's first appearance on."""
     times = []
     while not input_ended(PERIOD_S):
-        job = store.find_job(output)
+        job = store.jobs.find(output)
         if job is None:
             continue
         start = time.perf_counter()
-        store.status(job.job_id)
+        store.jobs.status(job.job_id)
         times.append((time.perf_counter() - start) * 1000)
     return times
 

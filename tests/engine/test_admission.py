@@ -9,8 +9,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.engine.batch.admission import ExpectedMemory
-from gristmill.engine.batch.output_lengths import ASSUMED_TOKENS, MAX_QUANTILE, MIN_QUANTILE, OutputLengths
+from gristmill.engine.batch.admission import (
+    ASSUMED_TOKENS,
+    MAX_QUANTILE,
+    MIN_QUANTILE,
+    ExpectedMemory,
+    OutputLengths,
+)
 
 row = st.tuples(st.integers(1, 9), st.integers(1, 200))  # blocks of its own now, steps to its end
 

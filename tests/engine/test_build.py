@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from gristmill.engine import build
 from gristmill.engine.build import num_kv_blocks
 from gristmill.engine.config import BLOCK_SIZE, EngineOptions
 from gristmill.engine.errors import ModelRefused
-from gristmill.kernels.zeros import zeros_on_use
+from gristmill.kernels.torch.backend import TorchBackend
+from gristmill.kernels.torch.memory import zeros_on_use
 from tests.engine.parity import load_engine
 from tests.engine.tiny_models import build_tiny_model
 
@@ -32,14 +32,17 @@ def test_the_environment_caps_the_kernels_and_an_option_goes_before_it(tiny, mon
 def test_the_cache_takes_its_share_of_free_memory_and_no_more_than_rows_can_fill(tiny, monkeypatch):
     config = load_engine(tiny).runner.model.config
     block_bytes = BLOCK_SIZE * config.kv_bytes_per_token_f32
-    monkeypatch.setattr(build, "available_bytes", lambda: 100 * block_bytes)
-    assert num_kv_blocks(config, EngineOptions(), torch.float32) == 40
-    assert num_kv_blocks(config, EngineOptions(), torch.bfloat16) == 80
-    assert num_kv_blocks(config, EngineOptions(max_num_seqs=2, max_model_tokens=40), torch.float32) == 6
-    assert num_kv_blocks(config, EngineOptions(kv_cache_bytes=7 * block_bytes), torch.float32) == 7
-    monkeypatch.setattr(build, "available_bytes", lambda: block_bytes)
+    backend = TorchBackend()
+    monkeypatch.setattr(backend, "available_bytes", lambda: 100 * block_bytes)
+    assert num_kv_blocks(config, EngineOptions(), torch.float32, backend) == 40
+    assert num_kv_blocks(config, EngineOptions(), torch.bfloat16, backend) == 80
+    assert (
+        num_kv_blocks(config, EngineOptions(max_num_seqs=2, max_model_tokens=40), torch.float32, backend) == 6
+    )
+    assert num_kv_blocks(config, EngineOptions(kv_cache_bytes=7 * block_bytes), torch.float32, backend) == 7
+    monkeypatch.setattr(backend, "available_bytes", lambda: block_bytes)
     with pytest.raises(ModelRefused, match="holds no two blocks"):
-        num_kv_blocks(config, EngineOptions(), torch.float32)
+        num_kv_blocks(config, EngineOptions(), torch.float32, backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

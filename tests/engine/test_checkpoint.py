@@ -275,8 +275,16 @@ def test_damaged_files_are_refused(llama: Path) -> None:
         assert "truncated" in _refusal(llama)
     weights.write_bytes(whole[:8] + b"x" * (len(whole) - 8))
     assert "not JSON" in _refusal(llama)
-    weights.write_bytes(whole.replace(b'"F32"', b'"F64"', 1))
-    assert "is F64" in _refusal(llama)
+    weights.write_bytes(whole.replace(b'"F32"', b'"U32"', 1))
+    assert "is U32" in _refusal(llama)
+    weights.write_bytes(struct.pack("<Q", len(whole)) + whole[8:])  # a header longer than the file
+    assert "truncated" in _refusal(llama)
+    offsets = json.loads(whole[8 : 8 + length])["model.norm.weight"]["data_offsets"]
+    overlap = str([offset - 4 for offset in offsets]).replace(" ", "").encode()
+    weights.write_bytes(whole.replace(str(offsets).replace(" ", "").encode(), overlap, 1))
+    assert "model.norm.weight" in _refusal(llama)
+    weights.write_bytes(whole + b"more")
+    assert "does not fit the file" in _refusal(llama)
     weights.write_bytes(whole)
     (llama / "config.json").write_text("{")
     assert "not valid JSON" in _refusal(llama)

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.engine.batch import groups
 from gristmill.engine.batch.groups import plan_groups
-from gristmill.kernels.ops import PrefixGroup
+from gristmill.kernels.contract import PrefixGroup
+from gristmill.kernels.torch.backend import TorchBackend
 
 WIDTH = 6
 row = st.tuples(st.lists(st.integers(0, 1), min_size=WIDTH, max_size=WIDTH), st.integers(0, WIDTH))
@@ -26,11 +26,7 @@ def tables_of(rows):
 def test_groups_nest_tile_each_row_from_its_start_and_find_all_that_is_shared(rows):
     rows.sort()
     tables, full = tables_of([r for r, _ in rows]), np.array([n for _, n in rows])
-    least, groups.MIN_SAVED_BLOCKS = groups.MIN_SAVED_BLOCKS, 1
-    try:
-        found = plan_groups(tables, full)
-    finally:
-        groups.MIN_SAVED_BLOCKS = least
+    found = plan_groups(tables, full, lambda num_sequences, num_blocks: num_sequences > 1 and num_blocks > 0)
     covered = [blocks_of(found, i) for i in range(len(rows))]
     for i, path in enumerate(covered):
         end = 0
@@ -55,6 +51,7 @@ def test_a_group_that_saves_little_leaves_its_blocks_to_those_inside_it():
     tables[:, :1] = 0
     tables[:20, 1:30] = tables[0, 1:30]
     full = np.full(40, 60)
-    assert plan_groups(tables, full) == (PrefixGroup(0, 40, 0, 1), PrefixGroup(0, 20, 1, 29))
-    assert plan_groups(tables[12:28], full[12:28]) == (PrefixGroup(0, 8, 0, 30),)
-    assert plan_groups(tables[19:21], full[:2]) == ()
+    gate = TorchBackend().is_worthwhile
+    assert plan_groups(tables, full, gate) == (PrefixGroup(0, 40, 0, 1), PrefixGroup(0, 20, 1, 29))
+    assert plan_groups(tables[12:28], full[12:28], gate) == (PrefixGroup(0, 8, 0, 30),)
+    assert plan_groups(tables[19:21], full[:2], gate) == ()

@@ -20,8 +20,8 @@ from gristmill.engine.model.kv_scales import (
     to_kv_scales,
 )
 from gristmill.engine.model.runner import ModelRunner
-from gristmill.engine.null_tokenizer import NullTokenizer
-from gristmill.kernels.ops import AttentionBatch, KVCache, KVScales, RopeTables
+from gristmill.engine.text.tokenizer import NullTokenizer
+from gristmill.kernels.contract import AttentionBatch, RopeTables
 from gristmill.kernels.reference import round_kv
 from tests.engine.parity import generate, load_engine
 from tests.engine.tiny_models import build_tiny_model
@@ -51,20 +51,9 @@ def config(engine):
 def with_fp8(engine, num_blocks=64, chunk=256):
     """The same weights with an FP8 cache of measured scales."""
     model = engine.runner.model
-    c = model.config
     scales = calibrate_kv_scales(model, engine.tokenizer)
-    cache = KVCache(
-        c.num_layers,
-        num_blocks,
-        BLOCK_SIZE,
-        c.num_kv_heads,
-        c.head_dim,
-        torch.float8_e4m3fn,
-        torch.device("cpu"),
-        model.kernels,
-        scales,
-    )
-    limit = min(c.context_size, num_blocks * BLOCK_SIZE)
+    cache = model.backend.kv_cache(model.kv_spec(torch.float8_e4m3fn, scales), num_blocks)
+    limit = min(model.config.context_size, num_blocks * BLOCK_SIZE)
     return Engine(
         ModelRunner(model, cache),
         Scheduler(num_blocks, min(32, chunk), chunk, True, limit),
@@ -75,13 +64,12 @@ def with_fp8(engine, num_blocks=64, chunk=256):
 
 @torch.inference_mode()
 def logits(model, cache, ids, padding=0):
-    """[num_tokens, vocab_size] of one sequence in the cache's first blocks; padding: the kernels run one by one."""
+    """[num_tokens, vocab_size] of one sequence in the cache's first blocks; padding: the operations run one by one."""
     n = len(ids)
     blocks = np.arange(-(-n // BLOCK_SIZE), dtype=np.int32)[None]
-    plan = cache.plan(AttentionBatch(np.array([0, n]), np.array([n]), blocks))
-    rows = model.padded_rows(n + padding)
-    padded = torch.nn.functional.pad(ids, (0, rows - n))
-    return model.logits(model.forward(padded, torch.arange(rows).clamp(max=n), torch.arange(n), cache, plan))
+    batch = AttentionBatch(np.array([0, n]), np.array([n]), blocks)
+    step = cache.build_input(ids, batch, model.padded_rows(n + padding))
+    return model.logits(model.forward(step, cache))
 
 
 def test_measured_scales_are_powers_of_two_with_room_over_the_largest_keys(engine):
@@ -103,7 +91,7 @@ def test_the_largest_keys_are_those_of_the_model(either):
     model, ids = either.runner.model, [7, 300, 12, 12, 45]
     c = model.config
     x = model.embedding[torch.tensor(ids)].float()
-    qkv = model.layers[0].qkv(model.pointwise.rms_norm(x, model.layers[0].input_norm, c.rms_norm_eps))
+    qkv = model.layers[0].qkv(model.backend.rms_norm(x, model.layers[0].input_norm, c.rms_norm_eps))
     heads = qkv.view(len(ids), -1, c.head_dim)
     value = heads[:, c.num_heads + c.num_kv_heads :].abs().amax((0, 2))
     key_norms = heads[:, c.num_heads : c.num_heads + c.num_kv_heads].norm(dim=2).amax(0)  # turning keeps them
@@ -118,29 +106,27 @@ def test_text_by_an_fp8_cache_does_not_depend_on_the_batch(either):
     assert generate(with_fp8(either, chunk=16), PROMPTS, 8, preempt=True) == outputs
 
 
-class RoundingCache(KVCache):
-    """A float32 cache of the numbers that torch makes of keys and values in FP8."""
+def make_rounding(cache, scales):
+    """Lets a float32 cache keep the numbers that torch makes of keys and values in FP8."""
+    append, num_heads, size = cache.append, cache.spec.num_heads, cache.spec.num_kv_heads
 
-    scales: KVScales
-
-    def append(self, layer, qkv, rope, positions, slot_mapping, num_heads, norms=None):
-        super().append(layer, qkv, rope, positions, slot_mapping, num_heads, norms)
-        size = self.scales.keys.shape[1]
+    def append_rounded(layer, qkv, rope, positions, slot_mapping, norms=None):
+        append(layer, qkv, rope, positions, slot_mapping, norms)
         heads = qkv.unflatten(1, (num_heads + 2 * size, -1))
         sides = heads[:, num_heads:].split(size, 1)
-        rounded = [round_kv(side, scale[layer]) for side, scale in zip(sides, self.scales, strict=True)]
+        rounded = [round_kv(side, scale[layer]) for side, scale in zip(sides, scales, strict=True)]
         qkv = torch.cat([heads[:, :num_heads], *rounded], 1).flatten(1)
         half = heads.shape[2] // 2
         no_turn = RopeTables(torch.ones(1, half), torch.zeros(1, half))
-        super().append(layer, qkv, no_turn, torch.zeros_like(positions), slot_mapping, num_heads)
+        append(layer, qkv, no_turn, torch.zeros_like(positions), slot_mapping)
+
+    cache.append = append_rounded
+    return cache
 
 
 def test_logits_over_an_fp8_cache_are_those_over_rounded_keys_and_values(either):
-    model, ids, fp8 = either.runner.model, torch.arange(200) * 7 % 390, with_fp8(either).runner.cache
-    c = model.config
-    size = (c.num_layers, 13, BLOCK_SIZE, c.num_kv_heads, c.head_dim)
-    rounding = RoundingCache(*size, torch.float32, torch.device("cpu"), model.kernels)
-    rounding.scales = calibrate_kv_scales(model, either.tokenizer)
+    model, ids, fp8 = either.runner.model, np.arange(200) * 7 % 390, with_fp8(either).runner.cache
+    rounding = make_rounding(either.runner.cache.like(13), calibrate_kv_scales(model, either.tokenizer))
     plain, got = (logits(model, cache, ids) for cache in (either.runner.cache, fp8))
     rounded = logits(model, rounding, ids, padding=1)
     torch.testing.assert_close(got, rounded, atol=1e-3, rtol=1e-3)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.engine.batch.prefix_theory import max_shared_tokens
+from gristmill.engine.batch.prefix import max_shared_tokens
 from gristmill.engine.batch.scheduler import Scheduler
 from tests.engine.simulation import build_sequence
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 import transformers
 
-from gristmill.engine import build
+from gristmill.engine.build import build_random_engine
 from gristmill.engine.checkpoint.fingerprint import fingerprint
 from gristmill.engine.checkpoint.opening import load_checkpoint
 from gristmill.engine.checkpoint.weights import iterate_weights
 from gristmill.engine.config import EngineOptions
 from gristmill.engine.errors import ModelRefused
-from gristmill.engine.model.random_weights import build_random_engine
 from gristmill.engine.quantize.rtn import default_group_size, quantize_rtn
+from gristmill.kernels.cpu import backend as cpu_backend
 from gristmill.kernels.quantized import QuantizedTensor
+from gristmill.kernels.torch import backend as torch_backend
 from tests.engine.parity import Oracle, generate, load_engine
 from tests.engine.tiny_models import build_tiny_gguf, build_tiny_model
 from tests.kernels.test_layers_cpu import PLAIN
@@ -66,16 +67,16 @@ def test_codes_become_bfloat16_for_many_rows_where_the_cpu_multiplies_it_and_mem
     def are_unpacked(**options):  # codes that stay have fewer bits; 32 without the C++ kernels
         return load_engine(path, **options).info.linear_bits == 16
 
-    monkeypatch.setattr(build, "detect_level", lambda: "avx2")
+    monkeypatch.setattr(cpu_backend, "detect_level", lambda: "avx2")
     assert not are_unpacked(dtype="bfloat16")
-    monkeypatch.setattr(build, "detect_level", lambda: "amx")
+    monkeypatch.setattr(cpu_backend, "detect_level", lambda: "amx")
     caplog.set_level("INFO")
     assert are_unpacked(dtype="bfloat16")
     assert "held as bfloat16" in caplog.text
-    assert not are_unpacked(dtype="bfloat16", max_num_seqs=build.MAX_CODES_SEQS)
+    assert not are_unpacked(dtype="bfloat16", max_num_seqs=torch_backend.MAX_CODES_ROWS)
     assert not are_unpacked(dtype="bfloat16", cpu_kernels="avx512")
     assert not are_unpacked(dtype="float32")
-    monkeypatch.setattr(build, "available_bytes", lambda: 100_000)
+    monkeypatch.setattr(torch_backend, "available_bytes", lambda: 100_000)
     assert not are_unpacked(dtype="bfloat16")
     assert "weights stay in codes" in caplog.text
 

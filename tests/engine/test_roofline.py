@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gristmill.engine.build import random_weights
 from gristmill.engine.checkpoint.weight_names import check_tensors
 from gristmill.engine.config import ModelConfig
 from gristmill.engine.measure.roofline import (
@@ -15,7 +16,6 @@ from gristmill.engine.measure.roofline import (
     estimate_run,
     estimate_step,
 )
-from gristmill.engine.model.random_weights import random_weights
 from gristmill.engine.step_trace import StepRecord
 
 CONFIG = ModelConfig(
@@ -99,14 +99,14 @@ def test_the_floor_of_a_run_is_that_of_its_steps() -> None:
     assert estimate_run(CONFIG, RATES, BFLOAT16, []).total_s == 0.0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_calibration_gives_rates_that_a_machine_can_have(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gristmill.engine.measure.roofline.STREAM_BYTES", 16 << 20)
     monkeypatch.setattr("gristmill.engine.measure.roofline.GEMM_SHAPE", (64, 256, 256))
     monkeypatch.setattr("gristmill.engine.measure.roofline.PROBE_S", 0.05)
-    rates = calibrate(dtype)
+    rates = calibrate(torch.device("cpu"), dtype)
     assert 1e7 < rates.bytes_per_s < 1e14
     assert 1e7 < rates.flops_per_s < 1e16
 

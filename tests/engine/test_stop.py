@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.engine.null_tokenizer import NullTokenizer
 from gristmill.engine.text.stop import StopChecker
+from gristmill.engine.text.tokenizer import NullTokenizer
 
 TOKENIZER = NullTokenizer()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from gristmill.engine.checkpoint.formats import gguf_codes
+from gristmill.engine.checkpoint import gguf_codes
 from gristmill.engine.checkpoint.gguf import load_gguf, tensor_bytes
 from gristmill.engine.checkpoint.gguf_quants import BLOCK_SHAPES
 from gristmill.engine.checkpoint.opening import load_checkpoint

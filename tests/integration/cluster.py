@@ -19,10 +19,10 @@ from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
+from examples.cluster.servers import S3Server
 from gristmill.jobs import client
 from tests.integration.row_check import RowId, RowReport, check_rows, pending_uploads, read_files
 from tests.integration.worker_process import COMMAND, PATIENCE_S, ROOT, WorkerProcess, wait_until
-from tests.servers import S3Server
 
 NULL_MODELS = {"null": "null:"}
 TERMINAL = ("completed", "failed", "cancelled", "expired")
@@ -189,14 +189,19 @@ class Cluster:
         return row
 
     def wait_for(self, sql: str, timeout_s: float = PATIENCE_S, **values: Any) -> list[dict[str, Any]]:
-        """The rows of a query as soon as it has any; a database that is down or not yet there is waited for."""
+        """The rows of a query as soon as it has any; a database that is down or not yet there is waited for.
+
+        It does not wait for workers that have all ended.
+        """
         found: list[dict[str, Any]] = []
 
         def look() -> bool:
+            is_hopeless = bool(self.workers) and not self.running_workers()
             try:
                 found[:] = self.query(sql, **values)
             except DBAPIError:
                 return False
+            assert found or not is_hopeless, f"no worker is left: {sql} {values}\n{self.describe()}"
             return bool(found)
 
         wait_until(look, timeout_s, f"{sql} {values}", self.describe)

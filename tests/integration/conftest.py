@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.cluster.servers import S3Server
 from tests.integration.cluster import Cluster
 from tests.s3_proxy import S3Proxy, s3_proxy_before
-from tests.servers import S3Server
 
 PLACES = [(database, files) for database in ("sqlite", "postgres") for files in ("local", "s3")]
 

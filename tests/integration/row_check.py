@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.servers import S3Server
+from examples.cluster.servers import S3Server
 
 COMPARED = ("completion", "finish_reason", "prompt_tokens", "completion_tokens", "error_code")
 RowId = tuple[str, int]  # the source's URI, the row's index in it

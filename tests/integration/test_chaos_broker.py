@@ -11,11 +11,11 @@ from contextlib import closing, contextmanager
 import pytest
 from celery import Celery
 
+from examples.cluster.servers import RedisServer, running
 from tests.integration.chaos import LONG, SHORT
 from tests.integration.cluster import Cluster
 from tests.integration.devices import Devices
 from tests.integration.worker_process import wait_until
-from tests.servers import RedisServer, running
 
 MODEL = {"null": "null:?delay_ms=15"}
 RECOVERY_S = 15.0
@@ -140,7 +140,7 @@ def check_flush(cluster: Cluster, redis: RedisServer, num_queued: int = 4) -> No
 @SHORT
 def test_a_broker_that_forgets_and_dies_delays_nothing(cluster: Cluster) -> None:
     with own_broker(cluster) as redis:
-        expected = cluster.write_rows("in.jsonl", 2000)
+        expected = cluster.write_rows("in.jsonl", 1000)
         cluster.write_rows("small.jsonl", 20)
         start_workers(cluster)
         job_id = cluster.submit("in.jsonl", "out", shard_rows=50)

@@ -11,6 +11,7 @@ from hashlib import sha256
 
 import pytest
 
+from tests.integration.chaos import SHORT
 from tests.integration.clean_run import assert_as_clean
 from tests.integration.cluster import Cluster
 from tests.integration.row_check import RowId, read_files
@@ -27,7 +28,7 @@ from gristmill.jobs.store.store import open_store
 
 url, lease_s, job_id = sys.argv[1:]
 with open_store(url, lease_s=float(lease_s)) as store:
-    output = store.load_job(job_id).output
+    output = store.jobs.load(job_id).output
     while finalize_job(store, open_storage(output), job_id, current_owner()) != "completed":
         time.sleep(0.05)
 """
@@ -84,7 +85,7 @@ def assert_one_manifest(cluster: Cluster, job_id: str, expected: list[RowId], se
     assert kinds.count("completed") == 1
 
 
-@pytest.mark.parametrize("cluster", [("sqlite", "local")], indirect=True, ids="-".join)
+@SHORT
 def test_five_finalizers_of_which_four_die_write_one_manifest(cluster: Cluster) -> None:
     job_id, expected = commit_all(cluster, num_rows=300, shard_rows=30)
     assert finalize_at_once(cluster, job_id, [*POINTS, None]).count(137) <= len(POINTS)

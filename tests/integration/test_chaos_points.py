@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from gristmill.jobs.crash_points import POINTS
+from tests.integration.chaos import SHORT
 from tests.integration.clean_run import assert_as_clean, num_rows_redone
 from tests.integration.cluster import Cluster
 
@@ -42,7 +43,7 @@ def die_and_finish(cluster: Cluster, points: Sequence[str], num_rows: int, shard
     print(f"{redone} of {num_rows} rows redone at most, each heir at its own point within {slowest_s:.1f} s")
 
 
-@pytest.mark.parametrize("cluster", [("sqlite", "local")], indirect=True, ids="-".join)
+@SHORT
 def test_workers_that_die_at_some_points_cost_no_row(cluster: Cluster) -> None:
     die_and_finish(cluster, SOME_POINTS, num_rows=300, shard_rows=25)
 

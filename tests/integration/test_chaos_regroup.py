@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.integration.row_check import comparable
 
 NUM_ROWS = 400
 POINTS = ("spool.inside", "spool.after", "write.after:2", "commit.inside:2", "publish.before:2", "spool.kept")
+EACH_END = [("sqlite", "local"), ("postgres", "s3")]
 
 
 def write_documents(cluster: Cluster) -> list[tuple[str, int]]:
@@ -26,9 +28,19 @@ def write_documents(cluster: Cluster) -> list[tuple[str, int]]:
     return [(place, i) for i in range(NUM_ROWS)]
 
 
-@pytest.mark.parametrize("cluster", [("sqlite", "local"), ("postgres", "s3")], indirect=True, ids="-".join)
+@pytest.mark.parametrize("cluster", EACH_END[:1], indirect=True, ids="-".join)
 def test_workers_that_die_around_a_spool_cost_no_row(cluster: Cluster) -> None:
+    die_and_finish(cluster, SPOOL_POINTS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cluster", EACH_END, indirect=True, ids="-".join)
+def test_workers_that_die_at_any_point_of_a_regrouped_job_cost_no_row(cluster: Cluster) -> None:
     assert set(SPOOL_POINTS) <= set(POINTS)
+    die_and_finish(cluster, POINTS)
+
+
+def die_and_finish(cluster: Cluster, points: Sequence[str]) -> None:
     expected = write_documents(cluster)
     plain = cluster.submit("in.jsonl", "plain", regroup="never")
     cluster.start_worker()
@@ -36,7 +48,7 @@ def test_workers_that_die_around_a_spool_cost_no_row(cluster: Cluster) -> None:
     cluster.workers[0].stop()
 
     job_id = cluster.submit("in.jsonl", "out", regroup="always", shard_rows=25)
-    for point in POINTS:
+    for point in points:
         doomed = cluster.start_worker(crash_at=point)
         assert doomed.wait(60.0) == 137, doomed.log_text()[-2000:]
     cluster.start_worker()

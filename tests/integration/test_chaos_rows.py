@@ -165,25 +165,9 @@ def test_a_row_that_kills_the_engine_is_quarantined(cluster: Cluster) -> None:
     check_deadly_rows(cluster, num_rows=40, shard_rows=20, deadly={10: "a killer"}, num_workers=1)
 
 
-@pytest.mark.long
-@SHORT
-def test_rows_that_kill_or_hang_the_engine_are_quarantined(cluster: Cluster) -> None:
-    deadly = {
-        10: "a killer",
-        39: "a hanger",
-    }  # the last one is alone in the engine: it hangs only three times
-    check_deadly_rows(cluster, num_rows=40, shard_rows=20, deadly=deadly, num_workers=1)
-
-
-@pytest.mark.long
-@SHORT
-def test_a_worker_on_an_ill_machine_ends_and_blames_no_row(cluster: Cluster) -> None:
-    check_illness(cluster, num_rows=400, shard_rows=20)
-
-
 @SHORT
 def test_a_cancelled_job_goes_on_where_it_was(cluster: Cluster) -> None:
-    check_stops(cluster, num_rows=800, shard_rows=20, num_cancels=1, num_workers=1)
+    check_stops(cluster, num_rows=400, shard_rows=20, num_cancels=1, num_workers=1)
 
 
 @LONG

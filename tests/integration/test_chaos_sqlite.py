@@ -6,21 +6,21 @@ from collections import Counter
 
 import pytest
 
+from tests.integration.chaos import SHORT
 from tests.integration.clean_run import assert_as_clean
 from tests.integration.cluster import Cluster
 
 MODELS = {"null": "null:?delay_ms=2"}
-LOCAL = pytest.mark.parametrize("cluster", [("sqlite", "local")], indirect=True, ids="-".join)
 
 
-@LOCAL
+@SHORT
 def test_four_workers_share_a_sqlite_file(cluster: Cluster) -> None:
     share_file(cluster, num_workers=4, num_rows=400, shard_rows=10, num_looks=1)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@LOCAL
+@SHORT
 def test_eight_workers_share_a_sqlite_file(cluster: Cluster) -> None:
     assert share_file(cluster, num_workers=8, num_rows=5000, shard_rows=10, num_looks=10) == 8
 

@@ -15,11 +15,12 @@ import pytest
 import redis
 
 from gristmill.jobs.client import results
+from tests.integration.chaos import LONG
 from tests.integration.cluster import TERMINAL, Cluster
 from tests.integration.worker_process import WorkerProcess
 
-ALL_REAL = pytest.mark.parametrize("cluster", [("postgres", "s3")], indirect=True)
 MIB = 1 << 20
+NUM_ROWS, LIMIT_S = 1_000_000, 900.0
 
 
 @dataclass
@@ -64,37 +65,6 @@ def read_row_indexes(cluster: Cluster, job_id: str) -> np.ndarray:
     )
 
 
-def run_rows(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, num_rows: int, limit_s: float
-) -> tuple[Samples, float]:
-    """The samples, and the share of the job's time that planning took."""
-    for name, value in cluster.environment.items():
-        monkeypatch.setenv(name, value)
-    write_parquet(cluster, num_rows)
-    worker = cluster.start_worker()
-    job_id = cluster.submit("in/", "out")
-    samples = Samples()
-    deadline = time.monotonic() + limit_s
-    with closing(redis.Redis.from_url(cluster.broker_url)) as broker:
-        while cluster.job(job_id)["state"] not in TERMINAL:
-            if cluster.progress(job_id)["rows_done"]:
-                samples.look(worker, broker)
-            assert time.monotonic() < deadline, cluster.describe()
-            time.sleep(0.5)
-    job = cluster.wait_done(job_id)
-    assert np.array_equal(read_row_indexes(cluster, job_id), np.arange(num_rows))
-    [planned] = cluster.query("SELECT at FROM events WHERE job_id = :id AND kind = 'planned'", id=job_id)
-    work_s = job["finished_at"] - job["started_at"]
-    plan_share = (planned["at"] - job["created_at"]) / work_s
-    print(
-        f"{num_rows:,} rows in {work_s:.1f} s: {num_rows / work_s:,.0f} rows/s; from submission to plan"
-        f" {planned['at'] - job['created_at']:.2f} s ({plan_share:.1%}); parent"
-        f" {max(samples.parent_bytes) / MIB:.0f} MiB, engine {max(samples.engine_bytes) / MIB:.0f} MiB,"
-        f" files {max(samples.num_files)}, Redis keys {max(samples.num_keys)}"
-    )
-    return samples, plan_share
-
-
 def assert_flat(values: list[int], slack: float, what: str) -> None:
     """The second half's median is no more than `slack` above the first third's end."""
     third = len(values) // 3
@@ -104,11 +74,34 @@ def assert_flat(values: list[int], slack: float, what: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@ALL_REAL
+@LONG
 def test_a_million_rows_keep_memory_files_and_keys_flat(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samples, plan_share = run_rows(cluster, monkeypatch, 1_000_000, 900.0)
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    write_parquet(cluster, NUM_ROWS)
+    worker = cluster.start_worker()
+    job_id = cluster.submit("in/", "out")
+    samples = Samples()
+    deadline = time.monotonic() + LIMIT_S
+    with closing(redis.Redis.from_url(cluster.broker_url)) as broker:
+        while cluster.job(job_id)["state"] not in TERMINAL:
+            if cluster.progress(job_id)["rows_done"]:
+                samples.look(worker, broker)
+            assert time.monotonic() < deadline, cluster.describe()
+            time.sleep(0.5)
+    job = cluster.wait_done(job_id)
+    assert np.array_equal(read_row_indexes(cluster, job_id), np.arange(NUM_ROWS))
+    [planned] = cluster.query("SELECT at FROM events WHERE job_id = :id AND kind = 'planned'", id=job_id)
+    work_s = job["finished_at"] - job["started_at"]
+    plan_share = (planned["at"] - job["created_at"]) / work_s
+    print(
+        f"{NUM_ROWS:,} rows in {work_s:.1f} s: {NUM_ROWS / work_s:,.0f} rows/s; from submission to plan"
+        f" {planned['at'] - job['created_at']:.2f} s ({plan_share:.1%}); parent"
+        f" {max(samples.parent_bytes) / MIB:.0f} MiB, engine {max(samples.engine_bytes) / MIB:.0f} MiB,"
+        f" files {max(samples.num_files)}, Redis keys {max(samples.num_keys)}"
+    )
     assert len(samples.parent_bytes) >= 30
     assert_flat(samples.parent_bytes, 0.15, "memory of the worker")
     assert_flat(samples.engine_bytes, 0.15, "memory of the engine")

@@ -8,9 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.child_process import start_child
+from examples.cluster.child_process import start_child
+from tests.integration.chaos import SHORT
 from tests.integration.cluster import Cluster
 from tests.integration.worker_process import wait_until
 
@@ -29,21 +28,10 @@ def done(job):
 """
 
 
-@pytest.mark.parametrize("cluster", [("sqlite", "local")], indirect=True)
+@SHORT
 def test_a_strangers_task_hears_of_the_end_until_it_acknowledges(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "stranger.py").write_text(CONSUMER)
-    words = [
-        sys.executable,
-        "-m",
-        "celery",
-        "-A",
-        "stranger",
-        "worker",
-        "-P",
-        "solo",
-        "-Q",
-        "gristmill.callbacks",
-    ]
+    words = [sys.executable, *"-m celery -A stranger worker -P solo -Q gristmill.callbacks".split()]
     env = {**os.environ, **cluster.environment, "PYTHONPATH": str(tmp_path)}
     consumer = start_child(
         words, tmp_path / "consumer.log", death_signal=signal.SIGKILL, cwd=tmp_path, env=env

@@ -9,12 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.integration.chaos import LONG, SHORT
 from tests.integration.cluster import Cluster
 from tests.integration.row_check import RowId
 from tests.integration.worker_process import WorkerProcess
 
-LOCAL = pytest.mark.parametrize("cluster", [("sqlite", "local")], indirect=True)
-ALL_REAL = pytest.mark.parametrize("cluster", [("postgres", "s3")], indirect=True)
 SIZES = (300, 240, 200, 180, 160, 150, 140, 130, 120)  # of the ordinary jobs, in rows
 SMALL = 20  # of the urgent one
 MAX_IDLE_S = 3.0  # a worker looks at the database every two seconds at the latest
@@ -83,14 +82,14 @@ def run_ten_jobs(cluster: Cluster, factor: int, delay_ms: float) -> None:
     assert all(watch.num_busy.values()), watch.num_busy
 
 
-@LOCAL
+@SHORT
 def test_ten_jobs_of_mixed_size_share_two_workers(cluster: Cluster) -> None:
     run_ten_jobs(cluster, factor=1, delay_ms=4)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@ALL_REAL
+@LONG
 def test_ten_larger_jobs_share_two_workers_over_real_services(cluster: Cluster) -> None:
     run_ten_jobs(cluster, factor=5, delay_ms=4)
 
@@ -121,7 +120,7 @@ def measure_s(cluster: Cluster, num_workers: int, num_rows: int) -> float:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@ALL_REAL
+@LONG
 def test_two_workers_are_at_least_1_8_times_as_fast_as_one(cluster: Cluster) -> None:
     num_rows = 12_000
     one_s, two_s = measure_s(cluster, 1, num_rows), measure_s(cluster, 2, num_rows)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.child_process import start_child
+from examples.cluster.child_process import start_child
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "gristmill")
@@ -46,10 +46,16 @@ def is_alive(process: psutil.Process) -> bool:
 class WorkerProcess:
     """A started worker. It ends with the test run at the latest."""
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        program: Sequence[str] = (*COMMAND, "worker"),
+    ) -> None:
         self.log = log
         self.process: subprocess.Popen[bytes] = start_child(
-            [*COMMAND, "worker", *arguments], log, death_signal=signal.SIGKILL, cwd=ROOT, env=env
+            [*program, *arguments], log, death_signal=signal.SIGKILL, cwd=ROOT, env=env
         )
 
     @property
@@ -65,10 +71,13 @@ class WorkerProcess:
 
     def wait_until_up(self, timeout_s: float = PATIENCE_S) -> None:
         """Returns when it serves; its model may still be loading."""
-        wait_until(lambda: UP in self.log_text() or not self.is_running, timeout_s, "the worker is up")
-        assert UP in self.log_text(), (
-            f"the worker ended with {self.process.poll()}: {self.log_text()[-2000:]}"
-        )
+        self.wait_until_says(UP, timeout_s)
+
+    def wait_until_says(self, text: str, timeout_s: float = PATIENCE_S) -> None:
+        """Returns when its log holds the text."""
+        says = lambda: text in self.log_text()  # noqa: E731
+        wait_until(lambda: says() or not self.is_running, timeout_s, text, self.log_text)
+        assert says(), f"the worker ended with {self.process.poll()}: {self.log_text()[-2000:]}"
 
     def engines(self) -> list[psutil.Process]:
         """Its engine processes that are alive."""

@@ -13,22 +13,21 @@ import pyarrow as pa
 import pyarrow.dataset
 from sqlalchemy import update
 
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.output import parts
 from gristmill.jobs.output.parts import strip_errors, write_attempt
 from gristmill.jobs.output.publishing import publish_part
 from gristmill.jobs.output.schema import build_part_schema
 from gristmill.jobs.owner import Owner, current_owner
-from gristmill.jobs.plan.cutting import Plan, ShardRange
 from gristmill.jobs.records import JobRecord, ModelOffer, PartFile, PieceRecord, ShardClaim
 from gristmill.jobs.results import Result
+from gristmill.jobs.source import Plan, ShardRange, Source
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.models import jobs
 from gristmill.jobs.store.store import Store
 
-SCHEMA = build_part_schema([], {}, any_jsonl=True)
+SCHEMA = build_part_schema([], {}, are_typed=False)
 SOURCES = [Source("/data/tickets.jsonl", 1000, "1", "jsonl")]
 ELSEWHERE = Owner("elsewhere", "boot", 7, 7)  # a process of which only its lease can be known
 OTHER_PLACE = Owner("other-place", "boot", 8, 8)
@@ -62,7 +61,7 @@ def build_plan(*shard_rows: int) -> Plan:
 
 def change_job(store: Store, job: JobRecord, **values: Any) -> None:
     """Writes these columns of the job."""
-    with store._write() as (connection, _):
+    with store.database.write() as (connection, _):
         connection.execute(update(jobs).where(jobs.c.id == job.job_id).values(values))
 
 
@@ -70,7 +69,7 @@ def create_job(
     store: Store, output: Path, *shard_rows: int, owner: Owner | None = None, **spec: Any
 ) -> JobRecord:
     order = JobSpec(input=["tickets.jsonl"], output=str(output), model="null:", **spec)
-    return store.create_job(order, SOURCES, build_plan(*shard_rows), "f" * 32, "i" * 32, SCHEMA, owner)
+    return store.jobs.create(order, SOURCES, build_plan(*shard_rows), "f" * 32, "i" * 32, SCHEMA, owner)
 
 
 def submit_job(
@@ -79,15 +78,15 @@ def submit_job(
     """A job of the queue; with shard_rows it is planned and in progress."""
     key = spec.pop("key", None)
     order = JobSpec(**({"input": ["tickets.jsonl"], "output": str(output), "model": "null"} | spec))
-    job = store.submit_job(order, key).job
+    job = store.submissions.submit(order, key).job
     if shard_rows:
         assert start_job(store, job, *shard_rows, prefix_key=prefix_key)
-    return store.load_job(job.job_id)
+    return store.jobs.load(job.job_id)
 
 
 def start_job(store: Store, job: JobRecord, *shard_rows: int, prefix_key: str | None = None) -> bool:
     plan, schema = build_plan(*shard_rows), SCHEMA.serialize().to_pybytes()
-    return store.start_job(job.job_id, SOURCES, ["text"], plan, schema, "i" * 32, prefix_key)
+    return store.plans.start(job.job_id, SOURCES, ["text"], plan, schema, "i" * 32, prefix_key)
 
 
 def build_pieces(number: int) -> list[PieceRecord]:
@@ -96,14 +95,14 @@ def build_pieces(number: int) -> list[PieceRecord]:
 
 
 def claim_next(store: Store, owner: Owner = ELSEWHERE, warm: Collection[str] = ()) -> ShardClaim:
-    claim = store.claim_next(OFFER, owner, warm)
+    claim = store.claims.next(OFFER, owner, warm)
     assert claim is not None
     return claim
 
 
 def run_queue(store: Store, storage: Storage) -> None:
     """Everything that OFFER can run, to the end of the last shard."""
-    while claim := store.claim_next(OFFER, ELSEWHERE):
+    while claim := store.claims.next(OFFER, ELSEWHERE):
         finish_shard(store, storage, claim)
 
 
@@ -111,7 +110,7 @@ def finish_shard(store: Store, storage: Storage, claim: ShardClaim, num_errors: 
     """Strips and computes what is left of a shard; with num_errors, so many of the rows are errors."""
     if claim.strip_errors:
         part, counts, stats = strip_errors(storage, claim, SCHEMA, SOURCES, "parquet")
-        assert store.commit_shard(claim, part, counts, stats, clear_strip=True)
+        assert store.shards.commit(claim, part, counts, stats, clear_strip=True)
         claim = replace(claim, part=part, strip_errors=False)
     first = claim.range.first_row
     left = sorted(set(range(first, first + claim.range.num_rows)) - load_done_rows(storage, claim.part))
@@ -120,8 +119,8 @@ def finish_shard(store: Store, storage: Storage, claim: ShardClaim, num_errors: 
         results = [build_results(9 if index < num_errors else 1)[0] for index in range(len(left))]
         results = [replace(result, row_index=row) for result, row in zip(results, left, strict=True)]
     part = write_attempt(storage, claim, results, SCHEMA, SOURCES, "parquet")
-    assert store.commit_shard(claim, part, *count_results(results), complete=True)
-    publish_part(storage, store, claim.shard_id, part)
+    assert store.shards.commit(claim, part, *count_results(results), complete=True)
+    publish_part(storage, store.shards, claim.shard_id, part)
     return replace(claim, part=part)
 
 
@@ -167,21 +166,21 @@ def commit_rows(
 ) -> ShardClaim | None:
     """Writes, commits and publishes rows; the claim with its new part, or None when it was lost."""
     part = write_rows(storage, claim, *rows, output_format=output_format)
-    if not store.commit_shard(claim, part, *count_results(build_results(*rows)), **how):
+    if not store.shards.commit(claim, part, *count_results(build_results(*rows)), **how):
         return None
     if publish:
-        publish_part(storage, store, claim.shard_id, part)
+        publish_part(storage, store.shards, claim.shard_id, part)
     return replace(claim, part=part)
 
 
 def claim_or_fail(store: Store, job: JobRecord, owner: Owner = ELSEWHERE) -> ShardClaim:
-    claim = store.claim_shard(job.job_id, owner)
+    claim = store.claims.of_job(job.job_id, owner)
     assert claim is not None
     return claim
 
 
 def run_all(store: Store, storage: Storage, job: JobRecord, output_format: str = "parquet") -> None:
-    while claim := store.claim_shard(job.job_id, ELSEWHERE):
+    while claim := store.claims.of_job(job.job_id, ELSEWHERE):
         rows = range(claim.range.first_row, claim.range.first_row + claim.range.num_rows)
         commit_rows(store, storage, claim, *rows, complete=True, output_format=output_format)
 

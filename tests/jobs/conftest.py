@@ -10,13 +10,13 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, event
 
+from examples.cluster.servers import PostgresServer
 from gristmill.jobs.storage.folder import Storage, open_storage
-from gristmill.jobs.storage.s3.file import S3InputFile
-from gristmill.jobs.store.database import connect_database
+from gristmill.jobs.storage.s3.reader import S3File
+from gristmill.jobs.store.database import Database, connect_database
 from gristmill.jobs.store.models import metadata
-from gristmill.jobs.store.store import LEASE_S, Store
+from gristmill.jobs.store.store import Store, build_store
 from tests.jobs.cases import Clock
-from tests.servers import PostgresServer
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def store(request: pytest.FixtureRequest, store_url: str, clock: Clock) -> Itera
         link.symlink_to(store_url.removeprefix("sqlite:///"))
     else:
         engine = request.getfixturevalue("_postgres_engine")
-    with Store(engine, clock, LEASE_S) as opened:
+    with build_store(Database(engine, clock)) as opened:
         yield opened
 
 
@@ -104,11 +104,11 @@ def storage(out: Path) -> Storage:
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The size of every GET of an input in S3."""
     sizes: list[int] = []
-    get = S3InputFile._get
+    get = S3File._get
 
-    def count(self: S3InputFile, start: int, size: int) -> bytes:
+    def count(self: S3File, start: int, size: int) -> bytes:
         sizes.append(size)
         return get(self, start, size)
 
-    monkeypatch.setattr(S3InputFile, "_get", count)
+    monkeypatch.setattr(S3File, "_get", count)
     return sizes

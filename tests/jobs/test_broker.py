@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from examples.cluster.servers import RedisServer
 from gristmill.jobs.broker import (
     CONTROL_QUEUE,
     NOTIFY_TIMEOUT_S,
@@ -24,7 +25,6 @@ from gristmill.jobs.broker import (
     notify,
 )
 from gristmill.jobs.errors import RefusedError
-from tests.servers import RedisServer
 
 NOBODY = "redis://:secret@127.0.0.1:1/0"
 

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pytest
 
+from examples.cluster.servers import RedisServer
 from gristmill.jobs import client
 from gristmill.jobs.broker import CONTROL_QUEUE, PLAN_JOB
 from gristmill.jobs.errors import RefusedError, StoreUnavailable
@@ -21,7 +22,6 @@ from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import claim_or_fail, commit_rows, create_job, run_all
-from tests.servers import RedisServer
 
 NOBODY = "redis://:hush@127.0.0.1:1/0"
 
@@ -32,7 +32,7 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def jobs(url: str) -> Iterator[Store]:
+def store(url: str) -> Iterator[Store]:
     with open_store(url) as opened:
         yield opened
 
@@ -46,16 +46,16 @@ def order(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_a_submission_is_a_job_in_the_database(url: str, jobs: Store, tmp_path: Path) -> None:
+def test_a_submission_is_a_job_in_the_database(url: str, store: Store, tmp_path: Path) -> None:
     job_id = client.submit(**order(tmp_path), priority="high", idempotency_key="k", database_url=url)
-    job = jobs.load_job(job_id)
+    job = store.jobs.load(job_id)
     assert (job.state, job.runner, job.priority) == (JobState.VALIDATING, "workers", "high")
     assert client.submit(**order(tmp_path), idempotency_key="k", database_url=url) == job_id
     assert client.status(job_id, database_url=url).state == "validating"
 
 
 def test_the_workers_are_notified_once(
-    url: str, jobs: Store, tmp_path: Path, redis_url: str, redis_server: RedisServer
+    url: str, store: Store, tmp_path: Path, redis_url: str, redis_server: RedisServer
 ) -> None:
     words = order(tmp_path) | {"idempotency_key": "k", "priority": "high"}
     job_id = client.submit(**words, database_url=url, broker_url=redis_url)
@@ -67,20 +67,20 @@ def test_the_workers_are_notified_once(
 
 
 def test_a_broker_that_is_down_is_a_warning(
-    url: str, jobs: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    url: str, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job_id = client.submit(**order(tmp_path), database_url=url, broker_url=NOBODY)
-    assert jobs.load_job(job_id).state is JobState.VALIDATING
+    assert store.jobs.load(job_id).state is JobState.VALIDATING
     assert "the broker does not answer" in caplog.text
     assert "hush" not in caplog.text
 
 
-def test_what_is_wrong_is_refused_before_anything_is_written(url: str, jobs: Store, tmp_path: Path) -> None:
+def test_what_is_wrong_is_refused_before_anything_is_written(url: str, store: Store, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="promt is not an option"):
         client.submit(**order(tmp_path), promt="a", database_url=url)
     with pytest.raises(RefusedError, match="redis://HOST"):
         client.submit(**order(tmp_path), database_url=url, broker_url="amqp://host")
-    assert jobs.list_jobs() == []
+    assert store.jobs.newest() == []
     with pytest.raises(RefusedError, match="gristmill list"):
         client.status("job_nowhere", database_url=url)
 
@@ -96,73 +96,73 @@ def test_local_places_become_absolute_and_others_stay(
     assert client.to_absolute(spec.model_copy(update={"output": "s3://b/o"})).output == "s3://b/o"
 
 
-def test_cancel_ends_a_job_that_nobody_runs(url: str, jobs: Store, tmp_path: Path) -> None:
+def test_cancel_ends_a_job_that_nobody_runs(url: str, store: Store, tmp_path: Path) -> None:
     job_id = client.submit(**order(tmp_path), database_url=url)
     assert client.cancel(job_id, database_url=url) is JobState.CANCELLED
     assert client.wait(job_id, database_url=url).state == "cancelled"
 
 
-def test_wait_follows_the_job_to_its_end(url: str, jobs: Store, tmp_path: Path) -> None:
+def test_wait_follows_the_job_to_its_end(url: str, store: Store, tmp_path: Path) -> None:
     job_id = client.submit(**order(tmp_path), database_url=url)
     seen: list[JobStatus] = []
 
     def look(status: JobStatus) -> None:
         seen.append(status)
         if len(seen) == 3:
-            jobs.refuse_plan(job_id, "no such file")
+            store.plans.refuse(job_id, "no such file")
 
     status = client.wait(job_id, poll_s=0.01, on_progress=look, database_url=url)
     assert (status.state, status.message) == ("failed", "no such file")
     assert [each.state for each in seen] == ["validating"] * 3 + ["failed"]
 
 
-def test_wait_gives_up_after_its_time(url: str, jobs: Store, tmp_path: Path) -> None:
+def test_wait_gives_up_after_its_time(url: str, store: Store, tmp_path: Path) -> None:
     job_id = client.submit(**order(tmp_path), database_url=url)
     with pytest.raises(TimeoutError, match=f"{job_id} is validating"):
         client.wait(job_id, timeout_s=0.02, poll_s=0.01, database_url=url)
 
 
 def test_wait_outlasts_a_database_that_is_away(
-    jobs: Store, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job_id = client.submit(**order(tmp_path), database_url=url)
     client.cancel(job_id, database_url=url)
     failures = [StoreUnavailable("restarted")] * 3
-    load = jobs.status
+    load = store.jobs.status
 
     def load_later(job: str) -> JobStatus:
         if failures:
             raise failures.pop()
         return load(job)
 
-    monkeypatch.setattr(jobs, "status", load_later)
-    assert client.wait_for_job(jobs, job_id, poll_s=0.0).state == "cancelled"
+    monkeypatch.setattr(store.jobs, "status", load_later)
+    assert client.wait_for_job(store, job_id, poll_s=0.0).state == "cancelled"
     assert caplog.text.count("waits for the database") == 1
 
 
-def test_an_end_can_be_acknowledged(url: str, jobs: Store, tmp_path: Path) -> None:
+def test_an_end_can_be_acknowledged(url: str, store: Store, tmp_path: Path) -> None:
     job_id = client.submit(**order(tmp_path), on_complete="my.task", database_url=url)
     client.cancel(job_id, database_url=url)
-    assert [notice.task for notice in jobs.due_notices()] == ["my.task"]
+    assert [notice.task for notice in store.notices.due()] == ["my.task"]
     assert client.acknowledge(job_id, database_url=url)
-    assert jobs.due_notices() == []
+    assert store.notices.due() == []
 
 
 @pytest.mark.parametrize("output_format", ["parquet", "jsonl"])
 @pytest.mark.parametrize("place", ["local", "s3"])
 def test_results_are_the_committed_rows(
-    url: str, jobs: Store, tmp_path: Path, s3_root: str, place: str, output_format: str
+    url: str, store: Store, tmp_path: Path, s3_root: str, place: str, output_format: str
 ) -> None:
     output = f"{s3_root}/out" if place == "s3" else f"{tmp_path}/out"
     storage: Storage = open_storage(output)
-    job = create_job(jobs, output, 12, 8, output_format=output_format)  # type: ignore[arg-type]
+    job = create_job(store, output, 12, 8, output_format=output_format)  # type: ignore[arg-type]
     assert client.results(job.job_id, database_url=url).count_rows() == 0
-    claim = claim_or_fail(jobs, job)
-    commit_rows(jobs, storage, claim, 0, 1, publish=False, requeue=True, output_format=output_format)
+    claim = claim_or_fail(store, job)
+    commit_rows(store, storage, claim, 0, 1, publish=False, requeue=True, output_format=output_format)
     assert client.results(job.job_id, database_url=url).count_rows() == 2
-    claims = [claim_or_fail(jobs, job), claim_or_fail(jobs, job)]
-    commit_rows(jobs, storage, claims[0], *range(2, 12), complete=True, output_format=output_format)
-    commit_rows(jobs, storage, claims[1], *range(12, 20), complete=True, output_format=output_format)
+    claims = [claim_or_fail(store, job), claim_or_fail(store, job)]
+    commit_rows(store, storage, claims[0], *range(2, 12), complete=True, output_format=output_format)
+    commit_rows(store, storage, claims[1], *range(12, 20), complete=True, output_format=output_format)
     dataset = client.results(job.job_id, database_url=url)
     table = dataset.to_table().sort_by("row_index")
     assert table.column("row_index").to_pylist() == list(range(20))
@@ -171,12 +171,12 @@ def test_results_are_the_committed_rows(
 
 
 def test_a_program_that_looked_at_some_results_in_an_object_store_ends_well(
-    url: str, jobs: Store, s3_root: str, repo_root: Path
+    url: str, store: Store, s3_root: str, repo_root: Path
 ) -> None:
     """Arrow may still read ahead when the interpreter ends."""
     output = f"{s3_root}/out"
-    job = create_job(jobs, output, 5, 7)  # type: ignore[arg-type]
-    run_all(jobs, open_storage(output), job)
+    job = create_job(store, output, 5, 7)  # type: ignore[arg-type]
+    run_all(store, open_storage(output), job)
     code = (
         "import sys, gristmill.jobs.client\n"
         "dataset = gristmill.jobs.client.results(sys.argv[1], database_url=sys.argv[2])\n"

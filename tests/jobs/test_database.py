@@ -10,17 +10,15 @@ import pytest
 from sqlalchemy import Engine, text
 
 import gristmill.jobs.store.database
+from examples.cluster.server_process import free_ports
+from examples.cluster.servers import PostgresServer, running
 from gristmill.jobs.errors import OutputError, RefusedError, StoreError, StoreUnavailable
 from gristmill.jobs.store.database import (
+    Database,
     connect_database,
-    database_now,
     database_url,
-    read_transaction,
     safe_url,
-    write_transaction,
 )
-from tests.server_process import free_ports
-from tests.servers import PostgresServer, running
 from tests.tcp_proxy import TcpProxy, proxy_before
 
 
@@ -98,7 +96,7 @@ def test_no_password_is_ever_shown() -> None:
 
 def test_a_full_disk_under_the_file_says_so(sqlite_engine: Engine) -> None:
     with pytest.raises(OutputError, match="disk full.*run the same command again"):
-        with write_transaction(sqlite_engine) as connection:
+        with Database(sqlite_engine).write() as (connection, _):
             connection.exec_driver_sql("PRAGMA max_page_count = 1")
             connection.exec_driver_sql("CREATE TABLE big AS SELECT zeroblob(10000000)")
 
@@ -106,9 +104,9 @@ def test_a_full_disk_under_the_file_says_so(sqlite_engine: Engine) -> None:
 def test_a_file_that_stays_locked_means_try_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gristmill.jobs.store.database, "BUSY_TIMEOUT_S", 0.05)
     engine = connect_database(f"sqlite:///{path}")
-    with write_transaction(engine):
+    with Database(engine).write():
         with pytest.raises(StoreUnavailable, match="does not answer now.*locked"):
-            with write_transaction(engine):
+            with Database(engine).write():
                 pass
     engine.dispose()
 
@@ -121,11 +119,12 @@ def test_every_spelling_of_postgresql_means_psycopg_3(scheme: str, migrated_post
 
 
 def test_the_time_is_that_of_the_server(postgres_engine: Engine) -> None:
-    with read_transaction(postgres_engine) as connection:
-        before = database_now(connection, None)
+    with Database(postgres_engine).read() as (connection, before):
         assert connection.scalar(text("SELECT pg_sleep(0.01)")) is not None
-        assert 0.01 <= database_now(connection, None) - before < 5
-        assert database_now(connection, lambda: 12.0) == 12
+    with Database(postgres_engine).read() as (_, after):
+        assert 0.01 <= after - before < 5
+    with Database(postgres_engine, lambda: 12.0).read() as (_, now):
+        assert now == 12
 
 
 def test_a_server_that_does_not_run_means_try_again() -> None:
@@ -143,11 +142,11 @@ def test_a_connection_cut_in_a_transaction_means_try_again_and_the_next_one_work
     postgres_engine: Engine, postgres_server: PostgresServer
 ) -> None:
     with pytest.raises(StoreUnavailable, match="does not answer now"):
-        with write_transaction(postgres_engine) as connection:
+        with Database(postgres_engine).write() as (connection, _):
             pid = connection.scalar(text("SELECT pg_backend_pid()"))
             postgres_server.execute(f"SELECT pg_terminate_backend({pid}, 5000)")
             connection.execute(text("SELECT 1"))
-    with write_transaction(postgres_engine) as connection:
+    with Database(postgres_engine).write() as (connection, _):
         assert connection.scalar(text("SELECT 1")) == 1
 
 
@@ -155,7 +154,7 @@ def test_a_connection_cut_before_the_commit_means_try_again(
     postgres_engine: Engine, postgres_server: PostgresServer
 ) -> None:
     with pytest.raises(StoreUnavailable, match="does not answer now"):
-        with write_transaction(postgres_engine) as connection:
+        with Database(postgres_engine).write() as (connection, _):
             pid = connection.scalar(text("SELECT pg_backend_pid()"))
             postgres_server.execute(f"SELECT pg_terminate_backend({pid}, 5000)")
 
@@ -180,15 +179,15 @@ def test_a_network_that_fails_means_try_again_until_it_is_back(
     engine_behind_proxy: Engine, proxy: TcpProxy
 ) -> None:
     with pytest.raises(StoreUnavailable, match="does not answer now"):
-        with write_transaction(engine_behind_proxy) as connection:
+        with Database(engine_behind_proxy).write() as (connection, _):
             connection.execute(text("SELECT 1"))
             proxy.refuse()
             proxy.cut()
     with pytest.raises(StoreUnavailable, match="does not answer now"):
-        with read_transaction(engine_behind_proxy):
+        with Database(engine_behind_proxy).read():
             pass
     proxy.resume()
-    with read_transaction(engine_behind_proxy) as connection:
+    with Database(engine_behind_proxy).read() as (connection, _):
         assert connection.scalar(text("SELECT 1")) == 1
 
 
@@ -197,12 +196,12 @@ def test_a_commit_whose_reply_is_lost_may_have_happened(engine_behind_proxy: Eng
     row = "('w', 'o', 'h', 1, '1', '[]', 0, 0, 0, 0)"
     columns = "id, owner, host, pid, version, models, num_shards, num_rows_in_flight, started_at, seen_at"
     with pytest.raises(StoreUnavailable, match="does not answer now"):
-        with write_transaction(engine_behind_proxy) as connection:
+        with Database(engine_behind_proxy).write() as (connection, _):
             connection.execute(text(f"INSERT INTO workers ({columns}) VALUES {row}"))
             proxy.loses_reply_to = lambda chunk: b"COMMIT" in chunk
     assert proxy.num_lost_replies == 1
     proxy.loses_reply_to = lambda chunk: False
-    with read_transaction(engine_behind_proxy) as connection:
+    with Database(engine_behind_proxy).read() as (connection, _):
         assert connection.scalar(text("SELECT count(*) FROM workers")) == 1
 
 
@@ -211,10 +210,10 @@ def test_the_engine_outlives_a_restart_of_the_server() -> None:
         engine = connect_database(server.url())
         server.stop()
         with pytest.raises(StoreUnavailable, match="does not answer now"):
-            with read_transaction(engine) as connection:
+            with Database(engine).read() as (connection, _):
                 connection.execute(text("SELECT 1"))
         server.start()
-        with read_transaction(engine) as connection:
+        with Database(engine).read() as (connection, _):
             assert connection.scalar(text("SELECT count(*) FROM jobs")) == 0
         engine.dispose()
 
@@ -222,7 +221,10 @@ def test_the_engine_outlives_a_restart_of_the_server() -> None:
 def test_a_lock_that_is_not_given_in_time_means_try_again(postgres_engine: Engine) -> None:
     lock = text("SELECT pg_advisory_xact_lock(:number)")
     with pytest.raises(StoreUnavailable, match="lock timeout"):
-        with write_transaction(postgres_engine) as first, write_transaction(postgres_engine) as second:
+        with (
+            Database(postgres_engine).write() as (first, _),
+            Database(postgres_engine).write() as (second, _),
+        ):
             first.execute(lock, {"number": 1})
             second.execute(text("SET LOCAL lock_timeout = '50ms'"))
             second.execute(lock, {"number": 1})
@@ -235,9 +237,9 @@ def test_a_transaction_that_stands_still_is_ended_by_the_server(
     monkeypatch.setattr(gristmill.jobs.store.database, "IDLE_IN_TRANSACTION_S", 1)
     engine = connect_database(migrated_postgres_url)
     with pytest.raises(StoreUnavailable, match="idle-in-transaction|does not answer now"):
-        with write_transaction(engine) as paused:
+        with Database(engine).write() as (paused, _):
             paused.execute(text("SELECT pg_advisory_xact_lock(7)"))
-            with write_transaction(engine) as other:
+            with Database(engine).write() as (other, _):
                 other.execute(text("SELECT pg_advisory_xact_lock(7)"))
             paused.execute(text("SELECT 1"))
     engine.dispose()
@@ -248,7 +250,7 @@ def test_a_statement_that_can_never_work_is_no_reason_to_try_again(
     postgres_engine: Engine, statement: str
 ) -> None:
     with pytest.raises(StoreError) as caught:
-        with write_transaction(postgres_engine) as connection:
+        with Database(postgres_engine).write() as (connection, _):
             connection.execute(text(statement))
     assert not isinstance(caught.value, StoreUnavailable)
     assert "\n" not in str(caught.value)
@@ -256,7 +258,7 @@ def test_a_statement_that_can_never_work_is_no_reason_to_try_again(
 
 def test_a_reading_transaction_cannot_write(postgres_engine: Engine) -> None:
     with pytest.raises(StoreError, match="read-only"):
-        with read_transaction(postgres_engine) as connection:
+        with Database(postgres_engine).read() as (connection, _):
             connection.execute(text("DELETE FROM workers"))
-    with write_transaction(postgres_engine) as connection:
+    with Database(postgres_engine).write() as (connection, _):
         connection.execute(text("DELETE FROM workers"))

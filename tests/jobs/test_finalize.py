@@ -17,12 +17,13 @@ import pytest
 import gristmill.jobs.output.finalize
 from gristmill.jobs.errors import OutputError
 from gristmill.jobs.output.finalize import finalize_job
-from gristmill.jobs.output.formats import PartRows
+from gristmill.jobs.output.formats.base import PartRows
 from gristmill.jobs.output.parts import count_part
 from gristmill.jobs.owner import current_owner
 from gristmill.jobs.records import FinalizeClaim, PartFile
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import Storage, open_storage
+from gristmill.jobs.store.finalizing import Finalizing
 from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import (
     ELSEWHERE,
@@ -71,9 +72,9 @@ def test_the_manifest_repeats_the_figures_of_the_status(
     run_all(store, storage, job)
     finalize_job(store, storage, job.job_id, ELSEWHERE)
     clock.now += 30
-    store.touch_jobs([job.job_id], ELSEWHERE)
-    store.release_job(job.job_id, ELSEWHERE)
-    status = store.status(job.job_id)
+    store.jobs.touch([job.job_id], ELSEWHERE)
+    store.jobs.release(job.job_id, ELSEWHERE)
+    status = store.jobs.status(job.job_id)
     figures = json.loads(storage.read("_manifest.json"))["job"]
     assert figures == {name: getattr(status, name) for name in figures}
     assert (figures["elapsed_s"], figures["rows_per_s"], status.eta_s) == (4, 2.5, 0)
@@ -96,12 +97,12 @@ def test_an_input_without_rows_gives_an_empty_part(store: Store, storage: Storag
 
 def test_a_failed_shard_fails_the_job_and_the_rest_is_kept(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4, 4)
-    store.fail_shard(claim_or_fail(store, job), "the engine died 3 times in shard 0")
+    store.shards.fail(claim_or_fail(store, job), "the engine died 3 times in shard 0")
     run_all(store, storage, job)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.FAILED
-    assert store.load_job(job.job_id).message == "the engine died 3 times in shard 0"
+    assert store.jobs.load(job.job_id).message == "the engine died 3 times in shard 0"
     assert storage.names() == ["part-00001.parquet"]
-    store.resume_job(job.job_id)
+    store.ends.resume(job.job_id)
     run_all(store, storage, job)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
     assert read_rows(out) == list(range(8))
@@ -138,8 +139,8 @@ KILLS = [
     ("before", "storage.sweep"),
     ("before", "storage.put_new"),
     ("after", "storage.put_new"),
-    ("before", "complete_job"),
-    ("after", "complete_job"),
+    ("before", "complete"),
+    ("after", "complete"),
 ]
 
 
@@ -163,7 +164,7 @@ def kill_at(patch: pytest.MonkeyPatch, storage: Storage, step: str, when: str) -
     if step.startswith("storage."):
         target: object = type(storage)
     else:
-        target = Store if hasattr(Store, name) else gristmill.jobs.output.finalize
+        target = Finalizing if hasattr(Finalizing, name) else gristmill.jobs.output.finalize
     plain = getattr(target, name)
 
     def killed(*args: object) -> None:
@@ -194,12 +195,12 @@ def test_every_writer_of_the_manifest_writes_the_same_bytes(
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:
             kill_at(patch, storage, step, when)
-            if (step, when) == ("complete_job", "after") and written:
+            if (step, when) == ("complete", "after") and written:
                 break
             with pytest.raises(Killed):
                 finalize_job(store, storage, job.job_id, dead_owner())
         clock.now += 5
-        store.touch_jobs([job.job_id], ELSEWHERE)
+        store.jobs.touch([job.job_id], ELSEWHERE)
         if storage.size("_manifest.json"):
             written.add(storage.read("_manifest.json"))
     assert finalize_job(store, storage, job.job_id, current_owner()) == JobState.COMPLETED
@@ -240,7 +241,7 @@ def test_a_paused_finalizer_takes_nothing_from_the_run_after_it(
     """It wakes when the job has failed, was resumed and has written an attempt that is not yet published."""
     store, storage = sqlite_store, open_storage(place)
     job = submit_job(store, place, 4, 4)
-    store.fail_shard(claim_next(store), "no")
+    store.shards.fail(claim_next(store), "no")
     run_queue(store, storage)
     plain = gristmill.jobs.output.finalize.list_attempts
 
@@ -248,7 +249,7 @@ def test_a_paused_finalizer_takes_nothing_from_the_run_after_it(
         patch.undo()
         clock.now += 120
         assert finalize_job(store, storage, job.job_id, OTHER_PLACE) == JobState.FAILED
-        store.resume_job(job.job_id)
+        store.ends.resume(job.job_id)
         commit_rows(store, storage, claim_next(store), 0, 1, 2, 3, complete=True, publish=False)
         return plain(storage)
 
@@ -266,7 +267,7 @@ def test_the_claim_is_kept_while_a_part_is_slow(
     store = sqlite_store
     job = submit_job(store, out, 4)
     run_queue(store, storage)
-    renewed, slow, plain = [], threading.Event(), store.renew_finalize
+    renewed, slow, plain = [], threading.Event(), store.finalizing.renew
 
     def renew(claim: FinalizeClaim) -> bool:
         renewed.append(claim)
@@ -280,7 +281,7 @@ def test_the_claim_is_kept_while_a_part_is_slow(
 
     monkeypatch.setattr(gristmill.jobs.output.finalize, "_RENEW_EVERY_S", 0.01)
     monkeypatch.setattr(gristmill.jobs.output.finalize, "count_part", count_slowly)
-    monkeypatch.setattr(store, "renew_finalize", renew)
+    monkeypatch.setattr(store.finalizing, "renew", renew)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
 
 
@@ -289,7 +290,7 @@ def test_who_loses_the_claim_stops_there(
 ) -> None:
     job = submit_job(sqlite_store, out, 4)
     run_queue(sqlite_store, storage)
-    monkeypatch.setattr(sqlite_store, "renew_finalize", lambda claim: False)
+    monkeypatch.setattr(sqlite_store.finalizing, "renew", lambda claim: False)
     assert finalize_job(sqlite_store, storage, job.job_id, ELSEWHERE) == JobState.FINALIZING
     assert storage.size("_manifest.json") is None
 
@@ -324,7 +325,7 @@ def test_failed_rows_tried_again_end_in_a_new_manifest(store: Store, place: str)
     finish_shard(store, storage, claim_next(store), num_errors=0)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
     assert json.loads(storage.read("_manifest.json"))["totals"]["errors"] == 3
-    assert store.retry_failed(job.job_id) == 3
+    assert store.ends.retry_failed(job.job_id) == 3
     finish_shard(store, storage, claim_next(store), num_errors=1)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
     manifest = json.loads(storage.read("_manifest.json"))
@@ -340,7 +341,7 @@ def test_a_part_that_was_tampered_with_stops_the_end(store: Store, storage: Stor
     path.unlink()
     with pytest.raises(OutputError, match=r"part-00000.parquet is missing"):
         finalize_job(store, storage, job.job_id, ELSEWHERE)
-    assert store.load_job(job.job_id).state == JobState.FINALIZING
+    assert store.jobs.load(job.job_id).state == JobState.FINALIZING
     path.write_bytes(data)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gristmill.jobs.identity import job_identity, sample_seed
-from gristmill.jobs.input.sources import Source
+from gristmill.jobs.source import Source
 from gristmill.jobs.spec import JobSpec
 
 SOURCES = [Source("/a.jsonl", 10, "1", "jsonl"), Source("/b.jsonl", 20, "2", "jsonl")]

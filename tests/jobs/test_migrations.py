@@ -17,11 +17,10 @@ from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, tex
 from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.store.database import (
     SCHEMA_REVISION,
+    Database,
     connect_database,
     migrate_database,
-    read_transaction,
     run_migrations,
-    write_transaction,
 )
 from gristmill.jobs.store.models import metadata
 from gristmill.jobs.store.store import open_store
@@ -94,9 +93,9 @@ def test_a_job_of_before_the_queue_is_kept_up_and_down(url: str) -> None:
         connection.execute(text(f"INSERT INTO jobs ({', '.join(OLD_JOB)}) VALUES ({marks})"), OLD_JOB)
     assert migrate_database(url) == f"0001 -> {SCHEMA_REVISION}"
     with open_store(url) as store:
-        job = store.load_job("job_old")
+        job = store.jobs.load("job_old")
         assert (job.runner, job.priority, job.columns, job.dtype) == ("local", "normal", (), "auto")
-        assert store.status("job_old").elapsed_s == 2
+        assert store.jobs.status("job_old").elapsed_s == 2
     assert migrate_database(url, "0001") == f"{SCHEMA_REVISION} -> 0001"
     with engine.begin() as connection:
         assert connection.scalar(text("SELECT num_rows FROM jobs WHERE id = 'job_old'")) == 3
@@ -151,10 +150,10 @@ def test_a_reading_transaction_sees_one_moment(engine: Engine) -> None:
     count = text("SELECT count(*) FROM workers")
     worker = "('w', 'o', 'h', 1, '1', '[]', 0, 0, 0, 0)"
     columns = "id, owner, host, pid, version, models, num_shards, num_rows_in_flight, started_at, seen_at"
-    with read_transaction(engine) as reader:
+    with Database(engine).read() as (reader, _):
         assert reader.scalar(count) == 0
-        with write_transaction(engine) as writer:
+        with Database(engine).write() as (writer, _):
             writer.execute(text(f"INSERT INTO workers ({columns}) VALUES {worker}"))
         assert reader.scalar(count) == 0
-    with read_transaction(engine) as reader:
+    with Database(engine).read() as (reader, _):
         assert reader.scalar(count) == 1

@@ -21,12 +21,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from gristmill.jobs.errors import OutputError, RefusedError
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.output.parts import count_part, settle_part, strip_errors, write_attempt
 from gristmill.jobs.output.schema import build_part_schema, holds_json, kept_fields, load_part_schema
-from gristmill.jobs.plan.cutting import ShardRange
 from gristmill.jobs.records import PartFile, ShardClaim
 from gristmill.jobs.results import SKIPPED, Result
+from gristmill.jobs.source import ShardRange, Source
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.storage.hashing_file import HashingFile
@@ -136,7 +135,7 @@ def test_no_part_means_no_done_rows(storage: Storage) -> None:
 def test_a_long_part_is_merged_in_several_row_groups(
     storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gristmill.jobs.output.formats.MAX_GROUP_ROWS", 100)
+    monkeypatch.setattr("gristmill.jobs.output.formats.parquet.MAX_GROUP_ROWS", 100)
     first = write(storage, build_results(*range(0, 1000, 2)))
     second = write(storage, build_results(*range(1, 1000, 2)), part=first)
     assert [row["row_index"] for row in read(storage, second)] == list(range(1000))
@@ -148,7 +147,7 @@ def test_a_long_part_is_merged_in_several_row_groups(
 def test_large_rows_make_smaller_row_groups(
     storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gristmill.jobs.output.formats.MAX_GROUP_BYTES", 10_000)
+    monkeypatch.setattr("gristmill.jobs.output.formats.parquet.MAX_GROUP_BYTES", 10_000)
     results = [Result(0, row, completion="x" * 1000) for row in range(50)]
     part = write(storage, results)
     assert pq.read_metadata(out / settle_part(storage, part)).num_row_groups >= 5
@@ -176,7 +175,7 @@ def test_kept_parquet_columns_keep_their_types(storage: Storage) -> None:
         "kind": pa.dictionary(pa.int32(), pa.large_string()),
         "price": pa.decimal128(10, 2),
     }
-    schema = build_part_schema(list(columns), columns, any_jsonl=False)
+    schema = build_part_schema(list(columns), columns, are_typed=True)
     assert [field.type for field in kept_fields(schema)] == [
         *list(columns.values())[:5],
         pa.large_string(),
@@ -203,7 +202,7 @@ def test_kept_parquet_columns_keep_their_types(storage: Storage) -> None:
 
 @FORMATS
 def test_kept_jsonl_columns_are_json_text(storage: Storage, output_format: str) -> None:
-    schema = build_part_schema(["a", "b"], {"a": None, "b": pa.int64()}, any_jsonl=True)
+    schema = build_part_schema(["a", "b"], {"a": None, "b": pa.int64()}, are_typed=False)
     assert all(holds_json(field) for field in kept_fields(schema))
     results = [Result(0, 0, None, ({"x": "ệ"}, 5)), Result(0, 1, None, (None, "text"))]
     rows = read(storage, write(storage, results, output_format, schema=schema))
@@ -212,7 +211,7 @@ def test_kept_jsonl_columns_are_json_text(storage: Storage, output_format: str) 
 
 @FORMATS
 def test_lone_surrogates_are_replaced_not_fatal(storage: Storage, output_format: str) -> None:
-    schema = build_part_schema(["a"], {"a": None}, any_jsonl=True)
+    schema = build_part_schema(["a"], {"a": None}, are_typed=False)
     results = [Result(0, 0, "id\ud800", ("\ud800",), error_code="invalid_text", error_message="bad \udfff")]
     (row,) = read(storage, write(storage, results, output_format, schema=schema))
     assert (row["custom_id"], row["error_message"]) == ("id\ufffd", "bad \ufffd")
@@ -221,17 +220,17 @@ def test_lone_surrogates_are_replaced_not_fatal(storage: Storage, output_format:
 
 def test_a_kept_name_that_the_output_uses_is_refused() -> None:
     with pytest.raises(RefusedError, match="--keep completion"):
-        build_part_schema(["completion"], {"completion": None}, any_jsonl=True)
+        build_part_schema(["completion"], {"completion": None}, are_typed=False)
     with pytest.raises(RefusedError, match="no such column; there are: a, b"):
-        build_part_schema(["x"], {"b": None, "a": None}, any_jsonl=True)
+        build_part_schema(["x"], {"b": None, "a": None}, are_typed=False)
 
 
 def test_any_kept_column_is_accepted_where_no_row_could_be_read() -> None:
-    assert build_part_schema(["anything"], {}, any_jsonl=True).field("anything").type == pa.string()
+    assert build_part_schema(["anything"], {}, are_typed=False).field("anything").type == pa.string()
 
 
 def test_a_schema_survives_the_database() -> None:
-    schema = build_part_schema(["a"], {"a": None}, any_jsonl=True)
+    schema = build_part_schema(["a"], {"a": None}, are_typed=False)
     again = load_part_schema(schema.serialize().to_pybytes())
     assert again.equals(schema, check_metadata=True)
 
@@ -362,7 +361,7 @@ def test_a_part_of_errors_only_becomes_one_without_rows(storage: Storage, output
 def test_stripping_keeps_types_and_row_groups_small(
     storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gristmill.jobs.output.formats.MAX_GROUP_ROWS", 100)
+    monkeypatch.setattr("gristmill.jobs.output.formats.parquet.MAX_GROUP_ROWS", 100)
     whole = write(storage, build_results(*range(1000)))
     part, counts, _ = strip_errors(storage, build_claim(whole), SCHEMA, SOURCES, "parquet")
     settle_part(storage, part)

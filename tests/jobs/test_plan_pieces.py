@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.input.formats import jsonl_scan
 from gristmill.jobs.input.reading import load_rows
-from gristmill.jobs.input.sources import Source, load_sources
-from gristmill.jobs.plan.cutting import Plan, ShardRange, plan_shards
+from gristmill.jobs.input.sources import load_sources
+from gristmill.jobs.plan.cutting import plan_shards
 from gristmill.jobs.plan.pieces import (
     MAX_INLINE_BYTES,
     PlanPiece,
@@ -27,6 +27,7 @@ from gristmill.jobs.plan.pieces import (
     ranges_from_json,
     ranges_to_json,
 )
+from gristmill.jobs.source import Plan, ShardRange, Source
 
 RECORDS = st.sampled_from([b'{"a":1}', b"", b" ", b"\t\r", b'{"text":"%s"}' % (b"x" * 40), b"bad", b"\x0b"])
 

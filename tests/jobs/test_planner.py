@@ -22,6 +22,7 @@ from gristmill.jobs.records import JobRecord, WorkerModel
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.s3.client import s3_client, split_s3_uri
+from gristmill.jobs.store.jobs import Jobs
 from gristmill.jobs.store.store import Store
 from tests.jobs.cases import ELSEWHERE, OFFER, OTHER_PLACE, Clock, claim_next
 
@@ -38,7 +39,7 @@ def data(tmp_path: Path) -> Path:
 
 def submit(store: Store, data: Path, name: str = "out", **spec: Any) -> JobRecord:
     given = {"input": [f"{data}/*"], "output": str(data.parent / name), "model": "null"} | spec
-    return store.submit_job(JobSpec(**given)).job
+    return store.submissions.submit(JobSpec(**given)).job
 
 
 def plan(store: Store, job: JobRecord, data: Path) -> list[int]:
@@ -48,12 +49,12 @@ def plan(store: Store, job: JobRecord, data: Path) -> list[int]:
 def plan_new(store: Store, data: Path, name: str = "out", **spec: Any) -> JobRecord:
     job = submit(store, data, name, **spec)
     assert plan(store, job, data) == []
-    return store.load_job(job.job_id)
+    return store.jobs.load(job.job_id)
 
 
 def shard_rows(store: Store) -> list[int]:
     sizes = []
-    while claim := store.claim_next(OFFER, ELSEWHERE):
+    while claim := store.claims.next(OFFER, ELSEWHERE):
         sizes.append(claim.range.num_rows)
     return sizes
 
@@ -112,17 +113,17 @@ def test_a_link_that_leads_out_of_the_roots_is_found_behind_a_glob(store: Store,
     (data.parent / "secret.jsonl").write_bytes(b"{}\n")
     (data / "b.jsonl").symlink_to(data.parent / "secret.jsonl")
     assert plan_submitted_job(store, job.job_id, OWNER, [str(data), job.output]) == []
-    assert "b.jsonl' is not below" in (store.load_job(job.job_id).message or "")
+    assert "b.jsonl' is not below" in (store.jobs.load(job.job_id).message or "")
 
 
 def test_one_worker_plans_at_a_time(store: Store, data: Path, clock: Clock) -> None:
     job = submit(store, data)
-    assert store.claim_plan(job.job_id, OTHER_PLACE) is not None
+    assert store.plans.claim(job.job_id, OTHER_PLACE) is not None
     assert plan(store, job, data) == []
-    assert store.load_job(job.job_id).state is JobState.VALIDATING
+    assert store.jobs.load(job.job_id).state is JobState.VALIDATING
     clock.now += 1000.0
     plan(store, job, data)
-    assert store.load_job(job.job_id).state is JobState.IN_PROGRESS
+    assert store.jobs.load(job.job_id).state is JobState.IN_PROGRESS
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_a_large_job_is_planned_by_pieces_in_any_order(store: Store, data: Path,
     random.Random(7).shuffle(order)
     started = [plan_one_piece(store, job.job_id, index) for index in order]
     assert sum(started) == 1
-    job = store.load_job(job.job_id)
+    job = store.jobs.load(job.job_id)
     assert (job.state, job.num_rows, job.columns) == (JobState.IN_PROGRESS, 2800, ("prompt", "n"))
     ranges = [claim_next(store).range for _ in range(job.num_shards)]
     assert [found.shard_index for found in ranges] == list(range(job.num_shards))
@@ -168,7 +169,7 @@ def test_a_plan_whose_last_step_was_lost_is_started_by_the_next_message(
         patch.setattr(planner, "_start_from_pieces", lambda *_: False)
         assert not any(plan_one_piece(store, job.job_id, index) for index in indexes)
     assert plan_one_piece(store, job.job_id, indexes[-1])
-    assert store.load_job(job.job_id).num_rows == 2800
+    assert store.jobs.load(job.job_id).num_rows == 2800
 
 
 def test_a_source_that_is_damaged_meanwhile_fails_the_job(store: Store, data: Path, large: list[str]) -> None:
@@ -177,7 +178,7 @@ def test_a_source_that_is_damaged_meanwhile_fails_the_job(store: Store, data: Pa
     (data / "b.parquet").write_bytes(b"PAR1")
     for index in indexes:
         plan_one_piece(store, job.job_id, index)
-    failed = store.load_job(job.job_id)
+    failed = store.jobs.load(job.job_id)
     assert failed.state is JobState.FAILED and "b.parquet" in (failed.message or "")
 
 
@@ -192,9 +193,9 @@ def test_an_outage_leaves_the_job_to_be_planned_again(
         patch.setattr(planner, "load_columns", fail)
         with pytest.raises(SourceUnavailable):
             plan(store, job, data)
-    assert store.jobs_to_plan() == [job.job_id]
+    assert store.plans.waiting() == [job.job_id]
     plan(store, job, data)
-    assert store.load_job(job.job_id).state is JobState.IN_PROGRESS
+    assert store.jobs.load(job.job_id).state is JobState.IN_PROGRESS
 
 
 def test_an_outage_while_a_piece_is_planned_leaves_the_piece(
@@ -209,7 +210,7 @@ def test_an_outage_while_a_piece_is_planned_leaves_the_piece(
         patch.setattr(planner, "plan_piece", fail)
         with pytest.raises(SourceUnavailable):
             plan_one_piece(store, job.job_id, 0)
-    assert store.unplanned_pieces(job.job_id) == indexes
+    assert store.pieces.unplanned(job.job_id) == indexes
     assert [plan_one_piece(store, job.job_id, index) for index in indexes][-1]
 
 
@@ -218,9 +219,9 @@ def test_a_job_that_is_cancelled_while_it_is_planned_never_starts(
 ) -> None:
     job = submit(store, data)
     indexes = plan(store, job, data)
-    store.request_cancel(job.job_id)
+    store.ends.request_cancel(job.job_id)
     assert not any(plan_one_piece(store, job.job_id, index) for index in indexes)
-    assert store.load_job(job.job_id).state is not JobState.IN_PROGRESS
+    assert store.jobs.load(job.job_id).state is not JobState.IN_PROGRESS
 
 
 def test_identity_tells_models_and_dtypes_apart(store: Store, data: Path) -> None:
@@ -234,9 +235,9 @@ def test_shards_have_the_learned_size_and_are_enough_for_several_workers(
     store: Store, data: Path, monkeypatch: pytest.MonkeyPatch, rate: float
 ) -> None:
     (data / "a.jsonl").write_bytes(b'{"prompt": "one", "n": 1}\n' * 4000)
-    store.register_worker("w", OWNER, [WorkerModel("null", "f" * 32, "auto", True)], "1")
+    store.workers.register("w", OWNER, [WorkerModel("null", "f" * 32, "auto", True)], "1")
     monkeypatch.setattr(
-        Store, "learned_rows_per_s", lambda self, fingerprint, _: rate if fingerprint == "f" * 32 else None
+        Jobs, "learned_rows_per_s", lambda self, fingerprint, _: rate if fingerprint == "f" * 32 else None
     )
     plan_new(store, data)
     assert max(shard_rows(store)) == {5.0: 150, 100.0: 250, 1000.0: 1000}[rate]
@@ -272,12 +273,12 @@ def test_jobs_are_planned_from_s3_to_s3(store: Store, s3_root: str) -> None:
         s3_client().put_object(Bucket=bucket, Key=name, Body=b'{"prompt": "x"}\n' * 10)
     allow = [f"{s3_root}/in", f"{s3_root}/out"]
     spec = {"input": [f"{s3_root}/in/*.jsonl"], "output": f"{s3_root}/out/", "model": "null"}
-    job = store.submit_job(JobSpec(**spec)).job
+    job = store.submissions.submit(JobSpec(**spec)).job
     assert plan_submitted_job(store, job.job_id, OWNER, allow) == []
-    planned = store.load_job(job.job_id)
+    planned = store.jobs.load(job.job_id)
     assert (planned.state, planned.num_rows) == (JobState.IN_PROGRESS, 20), planned.message
-    other = store.submit_job(
+    other = store.submissions.submit(
         JobSpec(**spec | {"input": [f"{s3_root}/*/*.jsonl"], "output": f"{s3_root}/out/2"})
     ).job
     plan_submitted_job(store, other.job_id, OWNER, allow)
-    assert "is not below" in (store.load_job(other.job_id).message or "")
+    assert "is not below" in (store.jobs.load(other.job_id).message or "")

@@ -32,7 +32,7 @@ def data(tmp_path: Path) -> Path:
 
 def submit(store: Store, data: Path, **spec: Any) -> JobRecord:
     given = {"input": [f"{data}/*"], "output": str(data.parent / "out"), "model": "null"} | spec
-    return store.submit_job(JobSpec(**given)).job
+    return store.submissions.submit(JobSpec(**given)).job
 
 
 def plan(store: Store, job: JobRecord, data: Path) -> list[int]:
@@ -42,7 +42,7 @@ def plan(store: Store, job: JobRecord, data: Path) -> list[int]:
 def plan_new(store: Store, data: Path, **spec: Any) -> JobRecord:
     job = submit(store, data, **spec)
     assert plan(store, job, data) == []
-    return store.load_job(job.job_id)
+    return store.jobs.load(job.job_id)
 
 
 def test_of_two_jobs_with_one_output_the_earlier_gets_it(store: Store, data: Path, clock: Clock) -> None:
@@ -51,8 +51,8 @@ def test_of_two_jobs_with_one_output_the_earlier_gets_it(store: Store, data: Pat
     second = submit(store, data, seed=2)
     plan(store, second, data)
     plan(store, first, data)
-    assert store.load_job(first.job_id).state is JobState.IN_PROGRESS
-    refused = store.load_job(second.job_id)
+    assert store.jobs.load(first.job_id).state is JobState.IN_PROGRESS
+    refused = store.jobs.load(second.job_id)
     assert refused.state is JobState.FAILED
     assert f"belongs to job {first.job_id}, which is validating" in (refused.message or "")
 
@@ -60,7 +60,7 @@ def test_of_two_jobs_with_one_output_the_earlier_gets_it(store: Store, data: Pat
 def run_to_end(store: Store, data: Path) -> JobRecord:
     job = plan_new(store, data)
     run_queue(store, open_storage(job.output))
-    with_parts = store.load_job(job.job_id)
+    with_parts = store.jobs.load(job.job_id)
     assert with_parts.rows_committed == 300
     return with_parts
 
@@ -73,8 +73,8 @@ def test_a_folder_that_holds_the_same_job_is_refused_with_the_way_to_go_on(
     again = plan_new(store, data)
     assert again.state is JobState.FAILED
     assert f"belongs to job {job.job_id}, which is in_progress" in (again.message or "")
-    store.stop_job(job.job_id, JobState.CANCELLED)
-    store.drain_stopped()
+    store.ends.stop(job.job_id, JobState.CANCELLED)
+    store.ends.drain_stopped()
     for _ in range(2):  # the jobs that were refused never had the folder
         clock.now += 1.0
         again = plan_new(store, data)
@@ -83,8 +83,8 @@ def test_a_folder_that_holds_the_same_job_is_refused_with_the_way_to_go_on(
 
 def test_a_folder_with_the_parts_of_another_job_is_refused(store: Store, data: Path, clock: Clock) -> None:
     job = run_to_end(store, data)
-    store.stop_job(job.job_id, JobState.CANCELLED)
-    store.drain_stopped()
+    store.ends.stop(job.job_id, JobState.CANCELLED)
+    store.ends.drain_stopped()
     clock.now += 1.0
     other = plan_new(store, data, seed=5)
     assert other.state is JobState.FAILED
@@ -130,21 +130,21 @@ def test_a_planner_that_lost_its_lease_removes_nothing(
 
     def lose(*_: object, **__: object) -> Any:
         clock.now += 1000.0
-        assert store.claim_plan(job.job_id, OTHER_PLACE) is not None
+        assert store.plans.claim(job.job_id, OTHER_PLACE) is not None
         return plan_shards(load_sources([str(data)]))
 
     monkeypatch.setattr(planner, "plan_job_shards", lose)
     assert plan(store, job, data) == []
     assert list((data.parent / "out").glob("part-*"))
-    assert store.load_job(job.job_id).state is JobState.VALIDATING
+    assert store.jobs.load(job.job_id).state is JobState.VALIDATING
 
 
 def test_a_job_that_failed_before_its_first_row_may_be_sent_again(
     store: Store, data: Path, clock: Clock
 ) -> None:
     first = plan_new(store, data)
-    store.stop_job(first.job_id, JobState.CANCELLED)
-    store.drain_stopped()
+    store.ends.stop(first.job_id, JobState.CANCELLED)
+    store.ends.drain_stopped()
     clock.now += 1.0
     again = plan_new(store, data)
     assert again.state is JobState.IN_PROGRESS and again.identity == first.identity

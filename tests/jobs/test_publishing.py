@@ -48,7 +48,7 @@ def job(store: Store, storage: Storage, out: Path) -> JobRecord:
     """A job that has written its part."""
     created = create_job(store, out, 4)
     run_all(store, storage, created)
-    return store.load_job(created.job_id)
+    return store.jobs.load(created.job_id)
 
 
 def test_a_new_folder_is_for_a_new_job_and_nothing_is_left_behind(storage: Storage, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_every_storage_knows_what_it_may_take_over(store: Store, place: str) -> 
     assert check_output(storage, None, SAME, "fail") == "new"
     job = submit_job(store, place, 4)
     run_queue(store, storage)
-    job = store.load_job(job.job_id)
+    job = store.jobs.load(job.job_id)
     assert check_output(storage, job, job.identity, "resume") == "resume"
     with pytest.raises(RefusedError, match=f"{place} holds the output of job {job.job_id}"):
         check_output(storage, job, OTHER, "resume")
@@ -140,9 +140,9 @@ def test_strays_are_left_alone_by_who_lost_the_folder(store: Store, place: str) 
     storage = open_storage(place)
     job = submit_job(store, place, 4)
     storage.put("part-00007.parquet", b"of another job")
-    remove_strays(storage, store, job.job_id, lambda: False)
+    remove_strays(storage, store.shards, job.job_id, lambda: False)
     assert storage.names() == ["part-00007.parquet"]
-    remove_strays(storage, store, job.job_id, lambda: True)
+    remove_strays(storage, store.shards, job.job_id, lambda: True)
     assert storage.names() == []
 
 
@@ -171,10 +171,10 @@ def test_parts_that_an_earlier_job_left_are_removed_before_the_new_one_goes_on(
     run_all(store, storage, create_job(store, out, 2, 2))
     storage.put("_manifest.json", b"{}")
     newer = create_job(store, out, 4)
-    assert redo_publications(storage, store, newer.job_id) == 0
+    assert redo_publications(storage, store.shards, newer.job_id) == 0
     assert storage.names() == ["_attempts"]
     run_all(store, storage, newer)
-    assert redo_publications(storage, store, newer.job_id) == 0
+    assert redo_publications(storage, store.shards, newer.job_id) == 0
     assert storage.names() == ["_attempts", "part-00000.parquet"]
 
 

@@ -20,9 +20,10 @@ from gristmill.jobs.input import bytestream, reading
 from gristmill.jobs.input.bytestream import ByteStream
 from gristmill.jobs.input.formats import jsonl
 from gristmill.jobs.input.reading import load_columns, load_rows
-from gristmill.jobs.input.sources import Source, load_sources
-from gristmill.jobs.plan.cutting import Plan, plan_shards
+from gristmill.jobs.input.sources import load_sources
+from gristmill.jobs.plan.cutting import plan_shards
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import Plan, Source
 
 
 def write(folder: Path, data: bytes, name: str = "tickets.jsonl") -> Source:
@@ -257,7 +258,7 @@ def test_of_many_files_some_are_sampled(tmp_path: Path, monkeypatch: pytest.Monk
         opened.append(source.name)
         return ByteStream(source)
 
-    monkeypatch.setattr(reading, "ByteStream", count)
+    monkeypatch.setattr(jsonl, "ByteStream", count)
     sources = [write(tmp_path, b'{"a%d": 1}\n' % n, f"{n:02}.jsonl") for n in range(10)]
     assert set(load_columns(sources)) == {"a0", "a3", "a6", "a9"}
     assert sorted(opened) == ["00.jsonl", "03.jsonl", "06.jsonl", "09.jsonl"]

@@ -65,19 +65,19 @@ def write_jsonl(folder: Path, rows: Sequence[dict[str, Any] | str], name: str = 
 def submit(store: Store, data: Path, output: str | None = None, **spec: Any) -> JobRecord:
     place = output or str(data.parent / "out")
     given = {"input": [f"{data}/*"], "output": place, "model": "null", "prompt": PROMPT, "shard_rows": 600}
-    return store.submit_job(JobSpec(**(given | spec))).job
+    return store.submissions.submit(JobSpec(**(given | spec))).job
 
 
 def plan(store: Store, job: JobRecord, data: Path) -> JobRecord:
     pieces = plan_submitted_job(store, job.job_id, OWNER, [str(data.parent), "s3://"])
     for piece in pieces:
         plan_one_piece(store, job.job_id, piece)
-    return store.load_job(job.job_id)
+    return store.jobs.load(job.job_id)
 
 
 def is_regrouped(store: Store, job: JobRecord) -> bool:
-    shards = store.spooled_shards(job.job_id)
-    assert len(shards) in (0, store.load_job(job.job_id).num_shards)
+    shards = store.shards.spooled(job.job_id)
+    assert len(shards) in (0, store.jobs.load(job.job_id).num_shards)
     return bool(shards)
 
 
@@ -91,7 +91,7 @@ def run_claim(store: Store, storage: Storage, job: JobRecord, claim: ShardClaim,
     output_format = str(job.spec["output_format"])
     if claim.strip_errors:
         part, counts, stats = strip_errors(storage, claim, schema, job.sources, output_format)
-        assert store.commit_shard(claim, part, counts, stats, clear_strip=True)
+        assert store.shards.commit(claim, part, counts, stats, clear_strip=True)
         claim = ShardClaim(*(part if name == "part" else getattr(claim, name) for name in _CLAIM_FIELDS))
     done = load_done_rows(storage, claim.part, job.sources)
     rows = [row for row in read_claim(storage, claim) if (row.source_index, row.row_index) not in done]
@@ -107,8 +107,8 @@ def run_claim(store: Store, storage: Storage, job: JobRecord, claim: ShardClaim,
         counts.completed += not is_error
     part = write_attempt(storage, claim, results, schema, job.sources, output_format)
     stats = JobStats(errors_by_code={"invalid_json": counts.failed} if counts.failed else {})
-    assert store.commit_shard(claim, part, counts, stats, complete=True)
-    publish_part(storage, store, claim.shard_id, part)
+    assert store.shards.commit(claim, part, counts, stats, complete=True)
+    publish_part(storage, store.shards, claim.shard_id, part)
 
 
 _CLAIM_FIELDS = ("shard_id", "job_id", "fence", "attempt_id", "owner", "range", "part", "crash_count")
@@ -116,7 +116,7 @@ _CLAIM_FIELDS = ("shard_id", "job_id", "fence", "attempt_id", "owner", "range", 
 
 def run(store: Store, job: JobRecord, failing: str = "") -> None:
     storage = open_storage(job.output)
-    while claim := store.claim_next(OFFER, ELSEWHERE):
+    while claim := store.claims.next(OFFER, ELSEWHERE):
         run_claim(store, storage, job, claim, failing)
     assert finalize_job(store, storage, job.job_id, OWNER) is JobState.COMPLETED
 
@@ -203,16 +203,16 @@ def test_every_row_of_a_regrouped_job_comes_out_once_and_its_failed_rows_again(
     storage = open_storage(job.output)
     kept = list_spool(storage)
     assert kept and all("-failed-" in name for name in kept)
-    assert store.retry_failed(job.job_id) == len(failed)
+    assert store.ends.retry_failed(job.job_id) == len(failed)
     run(store, job, failing="question 77")
     failed = {key for key, question in expected.items() if question is None or "question 77" in question}
     assert read_output(job) == expected | dict.fromkeys(failed)
     assert len(list_spool(storage)) < len(kept)
-    assert store.retry_failed(job.job_id) == len(failed)
+    assert store.ends.retry_failed(job.job_id) == len(failed)
     run(store, job)
     assert read_output(job) == expected
     assert [name.split("-")[-1] for name in list_spool(storage)] == [
-        f"{shard.range.shard_index:05d}" for shard in store.spooled_shards(job.job_id) if shard.rows_failed
+        f"{shard.range.shard_index:05d}" for shard in store.shards.spooled(job.job_id) if shard.rows_failed
     ]
 
 
@@ -230,7 +230,7 @@ def test_rows_that_make_no_prompt_come_last(store: Store, data: Path) -> None:
     rows: list[Any] = build_rows(100, 5)
     write_jsonl(data, ["{", {"document": None, "question": "x"}, *rows])
     job = plan(store, submit(store, data, regroup="always", shard_rows=102), data)
-    claim = store.claim_next(OFFER, ELSEWHERE)
+    claim = store.claims.next(OFFER, ELSEWHERE)
     assert claim is not None
     found = read_claim(open_storage(job.output), claim)
     assert [row.row_index for row in found[-2:]] == [0, 1]
@@ -241,7 +241,7 @@ def test_rows_that_make_no_prompt_come_last(store: Store, data: Path) -> None:
 def test_neighbours_in_the_spool_are_claimed_one_after_the_other(store: Store, data: Path) -> None:
     write_jsonl(data, build_rows(400, 10))
     plan(store, submit(store, data, regroup="always", shard_rows=100), data)
-    claims = [store.claim_next(OFFER, (ELSEWHERE, OTHER_PLACE)[i % 2]) for i in range(4)]
+    claims = [store.claims.next(OFFER, (ELSEWHERE, OTHER_PLACE)[i % 2]) for i in range(4)]
     firsts = [claim.range.first_row for claim in claims if claim is not None]
     assert firsts == [0, 100, 200, 300]
 
@@ -275,7 +275,7 @@ def test_an_outage_while_rows_are_sorted_leaves_nothing_and_the_next_try_starts_
         patch.setattr(regroup, "load_rows", fail)
         with pytest.raises(SourceUnavailable):
             plan(store, job, data)
-    assert store.load_job(job.job_id).state is JobState.VALIDATING
+    assert store.jobs.load(job.job_id).state is JobState.VALIDATING
     assert list_spool(open_storage(job.output)) == []
     assert is_regrouped(store, plan(store, job, data))
 
@@ -286,15 +286,15 @@ def test_a_job_that_is_stopped_while_rows_are_sorted_leaves_no_spool(
     write_jsonl(data, build_rows(300, 20))
     job = submit(store, data, regroup="always", shard_rows=100)
     monkeypatch.setattr(regroup, "BEAT_EVERY_S", -1.0)
-    renew, calls = store.renew_plan, []
+    renew, calls = store.plans.renew, []
 
     def stop_late(job_id: str, owner: Any) -> bool:
         calls.append(job_id)
         if len(calls) == 350:
-            store.stop_job(job_id, JobState.CANCELLED)
+            store.ends.stop(job_id, JobState.CANCELLED)
         return renew(job_id, owner)
 
-    monkeypatch.setattr(store, "renew_plan", stop_late)
+    monkeypatch.setattr(store.plans, "renew", stop_late)
     assert plan(store, job, data).state is JobState.CANCELLING
     assert len(calls) == 350
     assert list_spool(open_storage(job.output)) == []
@@ -303,8 +303,8 @@ def test_a_job_that_is_stopped_while_rows_are_sorted_leaves_no_spool(
 def test_a_new_job_clears_the_old_spool_and_keeps_its_own(store: Store, data: Path, clock: Clock) -> None:
     write_jsonl(data, build_rows(300, 20))
     first = plan(store, submit(store, data, regroup="always", shard_rows=100), data)
-    store.stop_job(first.job_id, JobState.CANCELLED)
-    store.drain_stopped()
+    store.ends.stop(first.job_id, JobState.CANCELLED)
+    store.ends.drain_stopped()
     storage = open_storage(first.output)
     assert len(list_spool(storage)) == 1  # a stopped job may be resumed
     clock.now += 1.0  # jobs of one moment have no order
@@ -317,12 +317,12 @@ def test_a_new_job_clears_the_old_spool_and_keeps_its_own(store: Store, data: Pa
 def test_a_stopped_job_goes_on_from_its_spool(store: Store, data: Path) -> None:
     write_jsonl(data, build_rows(300, 20))
     job = plan(store, submit(store, data, regroup="always", shard_rows=100), data)
-    claim = store.claim_next(OFFER, ELSEWHERE)
+    claim = store.claims.next(OFFER, ELSEWHERE)
     assert claim is not None
     run_claim(store, open_storage(job.output), job, claim)
-    store.stop_job(job.job_id, JobState.CANCELLED)
-    store.drain_stopped()
-    assert store.resume_job(job.job_id) is JobState.IN_PROGRESS
+    store.ends.stop(job.job_id, JobState.CANCELLED)
+    store.ends.drain_stopped()
+    assert store.ends.resume(job.job_id) is JobState.IN_PROGRESS
     run(store, job)
     assert len(read_output(job)) == 300
 
@@ -334,14 +334,14 @@ def test_a_job_planned_in_pieces_is_regrouped_by_one_worker_at_a_time(
     write_jsonl(data, build_rows(300, 20))
     job = submit(store, data, regroup="always", shard_rows=100)
     assert plan_submitted_job(store, job.job_id, OWNER, [str(data.parent)]) == [0]
-    assert store.claim_start(job.job_id, ELSEWHERE)
+    assert store.plans.claim_start(job.job_id, ELSEWHERE)
     assert not plan_one_piece(store, job.job_id, 0)  # the other one is at it
     clock.now += 61
-    assert store.pieces_to_plan() == [(job.job_id, 0)]  # it died
-    assert not store.renew_plan(job.job_id, ELSEWHERE)
+    assert store.pieces.waiting() == [(job.job_id, 0)]  # it died
+    assert not store.plans.renew(job.job_id, ELSEWHERE)
     assert plan_one_piece(store, job.job_id, 0)
     assert is_regrouped(store, job)
-    run(store, store.load_job(job.job_id))
+    run(store, store.jobs.load(job.job_id))
     assert len(read_output(job)) == 300
 
 
@@ -352,7 +352,7 @@ def test_what_was_found_is_in_the_jobs_history(
     write_jsonl(data, build_rows(6000, 600))
     job = plan(store, submit(store, data), data)
     assert "regrouped by prefix: sample saves" in caplog.text
-    found = store.status(job.job_id).regrouped
+    found = store.jobs.status(job.job_id).regrouped
     assert found is not None
     assert found["sample_in_order"] + 0.1 < found["sample_sorted"] <= 1.0
     assert found["sorted_whole"] == pytest.approx(found["sample_sorted"], abs=0.02)

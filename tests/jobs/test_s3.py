@@ -10,6 +10,7 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError
 
+from examples.cluster.servers import S3Server
 from gristmill.jobs.errors import (
     OutputError,
     OutputUnavailable,
@@ -20,14 +21,13 @@ from gristmill.jobs.errors import (
 )
 from gristmill.jobs.storage.s3.check import check_s3
 from gristmill.jobs.storage.s3.client import s3_client, s3_errors, split_s3_uri
-from tests.jobs.s3_proxy import Fault, FaultyProxy, run_proxy
-from tests.servers import S3Server
+from tests.s3_proxy import Fault, S3Proxy, s3_proxy_before
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+def proxy(s3_server: S3Server, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
     monkeypatch.setattr("gristmill.jobs.storage.s3.client.MAX_TRIES", 2)
-    with run_proxy(s3_endpoint) as running:
+    with s3_proxy_before(s3_server.port) as running:
         monkeypatch.setenv("AWS_ENDPOINT_URL", running.endpoint)
         yield running
 
@@ -173,7 +173,7 @@ def test_an_answer_that_makes_no_sense_is_asked_for_again(fault: Exception) -> N
         raise fault
 
 
-def test_the_check_waits_for_a_server_that_is_away(proxy: FaultyProxy, s3_root: str) -> None:
+def test_the_check_waits_for_a_server_that_is_away(proxy: S3Proxy, s3_root: str) -> None:
     proxy.always(Fault.RESET)
     with pytest.raises(OutputUnavailable):
         check_s3(s3_root)

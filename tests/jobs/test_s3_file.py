@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from examples.cluster.servers import S3Server
 from gristmill.jobs.errors import OutputError, SourceError, SourceUnavailable
 from gristmill.jobs.input.files import open_input, stat_input
-from gristmill.jobs.storage.s3 import file as s3_file
+from gristmill.jobs.storage.s3 import reader
 from gristmill.jobs.storage.s3.client import s3_client, split_s3_uri
-from gristmill.jobs.storage.s3.file import S3InputFile
-from tests.jobs.s3_proxy import Fault, FaultyProxy, run_proxy
+from gristmill.jobs.storage.s3.reader import S3File
+from tests.s3_proxy import Fault, S3Proxy, s3_proxy_before
 
 
 def put(root: str, data: bytes) -> str:
@@ -23,25 +24,27 @@ def put(root: str, data: bytes) -> str:
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+def proxy(s3_server: S3Server, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between tries
-    with run_proxy(s3_endpoint) as running:
+    with s3_proxy_before(s3_server.port) as running:
         yield running
 
 
-def open_by(proxy: FaultyProxy, uri: str, monkeypatch: pytest.MonkeyPatch) -> S3InputFile:
+def open_by(proxy: S3Proxy, uri: str, monkeypatch: pytest.MonkeyPatch) -> S3File:
     """A reader of `uri` whose requests go through the proxy."""
     found = stat_input(uri)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-    return S3InputFile(uri, found.version, found.size_bytes)
+    return S3File(uri, found.version, found.size_bytes)
 
 
 DATA = bytes(range(256)) * 2000
 
 
-@pytest.mark.parametrize("fault", [Fault.CUT_REPLY, Fault.RESET, Fault.LOST_REPLY, Fault.BUSY, Fault.ERROR])
+@pytest.mark.parametrize(
+    "fault", [Fault.TRUNCATE, Fault.RESET, Fault.LOST_REPLY, Fault.SLOW_DOWN, Fault.INTERNAL_ERROR]
+)
 def test_a_request_that_fails_is_sent_again(
-    proxy: FaultyProxy, s3_root: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
+    proxy: S3Proxy, s3_root: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     file = open_by(proxy, put(s3_root, DATA), monkeypatch)
     proxy.first(4, fault, "GET")
@@ -49,15 +52,15 @@ def test_a_request_that_fails_is_sent_again(
     assert len(proxy.requests) > 4
 
 
-@pytest.mark.parametrize("fault", [Fault.CUT_REPLY, Fault.RESET, Fault.BUSY])
+@pytest.mark.parametrize("fault", [Fault.TRUNCATE, Fault.RESET, Fault.SLOW_DOWN])
 def test_a_store_that_goes_on_failing_is_unavailable(
-    proxy: FaultyProxy, s3_root: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
+    proxy: S3Proxy, s3_root: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     file = open_by(proxy, put(s3_root, DATA), monkeypatch)
     proxy.always(fault)
     with pytest.raises(SourceUnavailable, match=r"a\.bin"):
         file.read()
-    proxy.always(Fault.NONE)
+    proxy.always(None)
     assert file.read() == DATA
 
 
@@ -67,18 +70,18 @@ def test_a_changed_object_is_an_error_of_its_kind(s3_root: str) -> None:
     put(s3_root, b"shorter")
     for kind, error in (("source", SourceError), ("output", OutputError)):
         with pytest.raises(error, match="changed"):
-            S3InputFile(uri, found.version, found.size_bytes, kind=kind).read()  # type: ignore[arg-type]
+            S3File(uri, found.version, found.size_bytes, kind=kind).read()  # type: ignore[arg-type]
     bucket, key = split_s3_uri(uri)
     s3_client().delete_object(Bucket=bucket, Key=key)
     with pytest.raises(SourceError, match="is gone"):
-        S3InputFile(uri, found.version, found.size_bytes).read()
+        S3File(uri, found.version, found.size_bytes).read()
     with pytest.raises(FileNotFoundError):
-        S3InputFile(uri, found.version, found.size_bytes, kind="output").read()
+        S3File(uri, found.version, found.size_bytes, kind="output").read()
 
 
 def test_a_store_that_ignores_the_asked_version_is_seen_through(s3_root: str) -> None:
     uri = put(s3_root, DATA)
-    file = S3InputFile(uri, "other", len(DATA))
+    file = S3File(uri, "other", len(DATA))
     get_object = s3_client().get_object
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s3_client(), "get_object", lambda IfMatch, **place: get_object(**place))
@@ -126,8 +129,8 @@ def test_reading_on_ends_with_the_expected_range(s3_root: str, fetched: list[int
 def test_what_is_held_is_bounded_however_many_places_are_read(
     s3_root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_file, "_HELD_BYTES", 1 << 20)
-    monkeypatch.setattr(s3_file, "_MAX_WINDOWS", 10)
+    monkeypatch.setattr(reader, "_HELD_BYTES", 1 << 20)
+    monkeypatch.setattr(reader, "_MAX_WINDOWS", 10)
     data = bytes(range(256)) * (32 << 10)
     with open_input(put(s3_root, data)) as file:
         for step in range(0, 400_000, 50_000):

@@ -17,9 +17,10 @@ from gristmill.jobs.errors import RefusedError, SourceError, SourceUnavailable
 from gristmill.jobs.input.files import stat_input
 from gristmill.jobs.input.formats import parquet
 from gristmill.jobs.input.reading import load_columns, load_rows
-from gristmill.jobs.input.sources import Source, load_sources
-from gristmill.jobs.plan.cutting import Plan, plan_shards
+from gristmill.jobs.input.sources import load_sources
+from gristmill.jobs.plan.cutting import plan_shards
 from gristmill.jobs.plan.pieces import cut_pieces, join_pieces, plan_piece
+from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.storage.s3 import listing
 from gristmill.jobs.storage.s3.client import s3_client, split_s3_uri
 
@@ -271,9 +272,7 @@ def test_a_cursor_goes_on_without_opening_the_object_again(
 ) -> None:
     source = load(put(s3_root, "a.parquet", parquet_bytes(pa.table({"n": range(10_000)}))))
     opened = []
-    monkeypatch.setattr(
-        parquet, "open_parquet_file", lambda file: opened.append(file) or pq.ParquetFile(file)
-    )
+    monkeypatch.setattr(parquet, "_open_file", lambda file: opened.append(file) or pq.ParquetFile(file))
     plan = plan_shards([source], 500)
     assert [row["n"] for _, _, row in read([source], plan, "n")] == list(range(10_000))
     assert len(opened) == 1

@@ -6,27 +6,27 @@ import base64
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.cluster.servers import S3Server
 from gristmill.jobs.errors import OutputError, OutputUnavailable, RefusedError
 from gristmill.jobs.storage.hashing_file import HashingFile
-from gristmill.jobs.storage.s3.folder import S3Storage
-from tests.jobs.s3_proxy import Fault, FaultyProxy, run_proxy
-from tests.s3_proxy import Fault as ProxyFault
-from tests.servers import S3Server
+from gristmill.jobs.storage.remote import S3Storage
+from gristmill.jobs.storage.s3.reader import S3File
+from tests.s3_proxy import Fault, S3Proxy, s3_proxy_before
 
+Uploads = Callable[[], list[str]]
 DATA = bytes(range(256)) * 40
 LARGE = os.urandom(100_000) * 53  # two parts of an upload
 
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gristmill.jobs.storage.s3.upload.PART_BYTES", 5 << 20)
-    monkeypatch.setattr("gristmill.jobs.storage.s3.folder.PART_BYTES", 5 << 20)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.writer.PART_BYTES", 5 << 20)
 
 
 @pytest.fixture
@@ -36,32 +36,36 @@ def storage(s3_root: str) -> S3Storage:
 
 
 @pytest.fixture(scope="module")
-def _module_proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
-    with run_proxy(s3_server.endpoint) as running:
+def _module_proxy(s3_server: S3Server) -> Iterator[S3Proxy]:
+    with s3_proxy_before(s3_server.port) as running:
         yield running
 
 
 @pytest.fixture
-def proxy(
-    storage: S3Storage, _module_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FaultyProxy]:
+def proxy(storage: S3Storage, _module_proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
     """Breaks nothing until it is told to."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", _module_proxy.endpoint)
     yield _module_proxy
-    _module_proxy.always(Fault.NONE)
+    _module_proxy.always(None)
     _module_proxy.requests.clear()
 
 
 @pytest.fixture
-def shaky(proxy: FaultyProxy, s3_root: str) -> S3Storage:
+def shaky(proxy: S3Proxy, s3_root: str) -> S3Storage:
     """The same place through the proxy."""
     return S3Storage(f"{s3_root}/out")
 
 
-def list_uploads(server: S3Server, root: str) -> list[str]:
-    with server.client() as client:
-        answer = client.list_multipart_uploads(Bucket=root.removeprefix("s3://"))
-        return sorted(upload["Key"] for upload in answer.get("Uploads", ()))
+@pytest.fixture
+def uploads(s3_server: S3Server, s3_bucket: str) -> Uploads:
+    """The keys of the bucket's unfinished uploads."""
+
+    def look() -> list[str]:
+        with s3_server.client() as client:
+            answer = client.list_multipart_uploads(Bucket=s3_bucket)
+            return sorted(upload["Key"] for upload in answer.get("Uploads", ()))
+
+    return look
 
 
 def write(storage: S3Storage, name: str, data: bytes) -> HashingFile:
@@ -70,40 +74,37 @@ def write(storage: S3Storage, name: str, data: bytes) -> HashingFile:
     return file
 
 
-def test_a_large_file_is_put_by_parts_and_leaves_no_upload(
-    storage: S3Storage, s3_server: S3Server, s3_root: str
-) -> None:
+def test_a_large_file_is_put_by_parts_and_leaves_no_upload(storage: S3Storage, uploads: Uploads) -> None:
     file = write(storage, "_attempts/large", LARGE)
     assert (storage.size("_attempts/large"), file.size) == (len(LARGE), len(LARGE))
     with storage.open_checked("_attempts/large", file.sha256) as reader:
         assert reader.read() == LARGE
     assert storage.publish("_attempts/large", "part-00000.jsonl")
     assert storage.holds("part-00000.jsonl", "_attempts/large", len(LARGE))
-    assert list_uploads(s3_server, s3_root) == []
+    assert uploads() == []
 
 
 def test_a_large_file_that_is_interrupted_leaves_no_upload(
-    storage: S3Storage, s3_server: S3Server, s3_root: str, monkeypatch: pytest.MonkeyPatch
+    storage: S3Storage, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gristmill.jobs.storage.s3.upload._put_part", interrupt)
+    monkeypatch.setattr("gristmill.jobs.storage.s3.writer._put_part", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write(storage, "_attempts/large", LARGE)
-    assert (storage.names(), list_uploads(s3_server, s3_root)) == ([], [])
+    assert (storage.names(), uploads()) == ([], [])
 
 
 def test_a_sweep_aborts_the_uploads_of_this_folder_only(
-    storage: S3Storage, s3_server: S3Server, s3_root: str
+    storage: S3Storage, uploads: Uploads, s3_server: S3Server, s3_bucket: str
 ) -> None:
-    bucket = s3_root.removeprefix("s3://")
     keys = ["out/part-0", "out/_attempts/x", "out/another-job/part-0", "out2/part-0", "part-0"]
     with s3_server.client() as client:
         for key in keys:
-            client.create_multipart_upload(Bucket=bucket, Key=key)
+            client.create_multipart_upload(Bucket=s3_bucket, Key=key)
     storage.sweep()
-    assert list_uploads(s3_server, s3_root) == sorted(keys[2:])
+    assert uploads() == sorted(keys[2:])
 
 
 def test_an_upload_that_was_swept_under_its_writer_is_tried_again(
@@ -137,7 +138,7 @@ def test_a_listing_goes_on_over_pages(storage: S3Storage, monkeypatch: pytest.Mo
 
 
 def test_many_objects_are_deleted_in_batches(storage: S3Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gristmill.jobs.storage.s3.folder._DELETE_BATCH", 3)
+    monkeypatch.setattr("gristmill.jobs.storage.remote._DELETE_BATCH", 3)
     names = [f"_attempts/{index}" for index in range(7)]
     for name in names:
         storage.put(name, b"")
@@ -160,7 +161,7 @@ def test_a_batch_of_deletions_carries_its_md5(storage: S3Storage) -> None:
     assert len(sent) == 1 and len(base64.b64decode(sent[0])) == 16
 
 
-def test_an_object_in_place_is_not_copied_again(shaky: S3Storage, proxy: FaultyProxy) -> None:
+def test_an_object_in_place_is_not_copied_again(shaky: S3Storage, proxy: S3Proxy) -> None:
     shaky.put("_attempts/a", DATA)
     assert shaky.publish("_attempts/a", "part-0")
     num_puts = sum(method == "PUT" for method, _ in proxy.requests)
@@ -219,10 +220,10 @@ def test_nothing_is_left_on_local_disk(
 
 
 @pytest.mark.parametrize(
-    "fault", [Fault.BUSY, Fault.ERROR, Fault.RESET, Fault.LOST_REPLY, Fault.FLIP_REQUEST]
+    "fault", [Fault.SLOW_DOWN, Fault.INTERNAL_ERROR, Fault.RESET, Fault.LOST_REPLY, Fault.FLIP]
 )
 def test_a_put_that_fails_twice_arrives_whole(
-    storage: S3Storage, shaky: S3Storage, proxy: FaultyProxy, fault: ProxyFault
+    storage: S3Storage, shaky: S3Storage, proxy: S3Proxy, fault: Fault
 ) -> None:
     proxy.first(2, fault, "PUT")
     file = write(shaky, "_attempts/a", DATA)
@@ -230,37 +231,33 @@ def test_a_put_that_fails_twice_arrives_whole(
     assert file.sha256 == hashlib.sha256(DATA).hexdigest()
 
 
-@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.LOST_REPLY, Fault.FLIP_REQUEST])
-def test_a_put_by_parts_that_fails_once_in_a_part_arrives_whole(
+@pytest.mark.parametrize(
+    ("fault", "method", "part"),
+    [
+        (Fault.SLOW_DOWN, "PUT", "partNumber=2"),
+        (Fault.LOST_REPLY, "PUT", "partNumber=2"),
+        (Fault.FLIP, "PUT", "partNumber=2"),
+        (Fault.SLOW_DOWN, "POST", "uploadId="),
+        (Fault.LOST_REPLY, "POST", "uploadId="),
+    ],
+)
+def test_a_put_by_parts_that_fails_once_in_a_part_or_its_completion_arrives_whole(
     storage: S3Storage,
     shaky: S3Storage,
-    proxy: FaultyProxy,
-    s3_server: S3Server,
-    s3_root: str,
-    fault: ProxyFault,
+    proxy: S3Proxy,
+    uploads: Uploads,
+    fault: Fault,
+    method: str,
+    part: str,
 ) -> None:
-    proxy.first(1, fault, "PUT", "partNumber=2")
+    proxy.first(1, fault, method, part)
     write(shaky, "_attempts/a", LARGE)
-    assert (storage.read("_attempts/a"), list_uploads(s3_server, s3_root)) == (LARGE, [])
+    assert (storage.read("_attempts/a"), uploads()) == (LARGE, [])
 
 
-@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.LOST_REPLY])
-def test_a_completion_whose_reply_is_lost_is_done_once(
-    storage: S3Storage,
-    shaky: S3Storage,
-    proxy: FaultyProxy,
-    s3_server: S3Server,
-    s3_root: str,
-    fault: ProxyFault,
-) -> None:
-    proxy.first(1, fault, "POST", "uploadId=")
-    write(shaky, "_attempts/a", LARGE)
-    assert (storage.read("_attempts/a"), list_uploads(s3_server, s3_root)) == (LARGE, [])
-
-
-@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.RESET, Fault.LOST_REPLY])
+@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.RESET, Fault.LOST_REPLY])
 def test_a_new_object_whose_reply_is_lost_is_our_own(
-    storage: S3Storage, shaky: S3Storage, proxy: FaultyProxy, fault: ProxyFault
+    storage: S3Storage, shaky: S3Storage, proxy: S3Proxy, fault: Fault
 ) -> None:
     proxy.first(1, fault, "PUT")
     assert shaky.put_new("_manifest.json", DATA)
@@ -269,9 +266,9 @@ def test_a_new_object_whose_reply_is_lost_is_our_own(
     assert storage.read("_manifest.json") == DATA
 
 
-@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.LOST_REPLY])
+@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.LOST_REPLY])
 def test_a_copy_whose_reply_is_lost_is_made(
-    storage: S3Storage, shaky: S3Storage, proxy: FaultyProxy, fault: ProxyFault
+    storage: S3Storage, shaky: S3Storage, proxy: S3Proxy, fault: Fault
 ) -> None:
     shaky.put("_attempts/a", DATA)
     proxy.first(1, fault, "PUT", "part-0")
@@ -279,10 +276,8 @@ def test_a_copy_whose_reply_is_lost_is_made(
     assert storage.holds("part-0", "_attempts/a", len(DATA))
 
 
-@pytest.mark.parametrize("fault", [Fault.FLIP_REPLY, Fault.CUT_REPLY, Fault.BUSY, Fault.RESET])
-def test_a_get_that_is_damaged_once_is_made_again(
-    shaky: S3Storage, proxy: FaultyProxy, fault: ProxyFault
-) -> None:
+@pytest.mark.parametrize("fault", [Fault.FLIP, Fault.TRUNCATE, Fault.SLOW_DOWN, Fault.RESET])
+def test_a_get_that_is_damaged_once_is_made_again(shaky: S3Storage, proxy: S3Proxy, fault: Fault) -> None:
     file = write(shaky, "a", DATA)
     proxy.first(1, fault, "GET", "/out/a")
     with shaky.open_checked("a", file.sha256) as reader:
@@ -291,34 +286,45 @@ def test_a_get_that_is_damaged_once_is_made_again(
     assert shaky.read("a") == DATA
 
 
-def test_a_get_that_is_always_damaged_is_told(shaky: S3Storage, proxy: FaultyProxy) -> None:
+def test_an_object_that_is_replaced_while_it_is_read_is_read_anew(
+    storage: S3Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.put("a", b"old")
+    plain = S3File._get
+
+    def replace_first(self: S3File, start: int, size: int) -> bytes:
+        monkeypatch.setattr(S3File, "_get", plain)
+        storage.put("a", b"newer")
+        return plain(self, start, size)
+
+    monkeypatch.setattr(S3File, "_get", replace_first)
+    assert storage.read("a") == b"newer"
+
+
+def test_a_get_that_is_always_damaged_is_told(shaky: S3Storage, proxy: S3Proxy) -> None:
     file = write(shaky, "a", DATA)
-    proxy.always(Fault.FLIP_REPLY)
+    proxy.always(Fault.FLIP)
     with pytest.raises(ValueError, match="other bytes than expected"):
         shaky.open_checked("a", file.sha256)
     with pytest.raises(OutputUnavailable, match="arrives damaged"):
         shaky.read("a")
-    proxy.always(Fault.CUT_REPLY)
+    proxy.always(Fault.TRUNCATE)
     with pytest.raises(OutputUnavailable, match="can't reach .*/out/a now"):
         shaky.open_checked("a", file.sha256)
 
 
 def test_a_place_that_never_answers_is_waited_for_and_no_upload_stays_after_the_sweep(
-    storage: S3Storage,
-    proxy: FaultyProxy,
-    s3_server: S3Server,
-    s3_root: str,
-    monkeypatch: pytest.MonkeyPatch,
+    storage: S3Storage, proxy: S3Proxy, uploads: Uploads, s3_root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gristmill.jobs.storage.s3.client.MAX_TRIES", 2)
     monkeypatch.setattr("gristmill.jobs.storage.s3.client._clients", {})
     shaky = S3Storage(f"{s3_root}/out")
-    proxy.choose = lambda method, path: Fault.NONE if path.endswith("?uploads") else Fault.ERROR
+    proxy.choose = lambda method, path: None if path.endswith("?uploads") else Fault.INTERNAL_ERROR
     with pytest.raises(OutputUnavailable, match="can't reach .*/out/_attempts/a now"):
         write(shaky, "_attempts/a", LARGE)
     for call in (shaky.check_writable, shaky.names, shaky.sweep, lambda: shaky.put_new("a", b"")):
         with pytest.raises(OutputUnavailable):
             call()
-    assert list_uploads(s3_server, s3_root) == ["out/_attempts/a"]
+    assert uploads() == ["out/_attempts/a"]
     storage.sweep()
-    assert (storage.names(), list_uploads(s3_server, s3_root)) == ([], [])
+    assert (storage.names(), uploads()) == ([], [])

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pytest
 
 from gristmill.jobs.errors import SourceError
-from gristmill.jobs.plan.cutting import ShardRange
 from gristmill.jobs.regroup.external_sort import ExternalSorter, SortItem
 from gristmill.jobs.regroup.records import ValueTypeError, to_record
 from gristmill.jobs.regroup.spool import (
@@ -30,6 +29,7 @@ from gristmill.jobs.regroup.spool import (
 )
 from gristmill.jobs.row_errors import RowError
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import ShardRange
 from gristmill.jobs.storage.folder import Storage, open_storage
 
 ZONED = pa.scalar(1_700_000_000_123_456, pa.timestamp("us", "Europe/Berlin")).as_py()

@@ -35,7 +35,7 @@ def submit(store: Store, out: Path, *shard_rows: int) -> JobRecord:
 
 def add_worker(store: Store, owner: Owner, model: str = "null:", **values: Any) -> None:
     offered = [{"name": model, "fingerprint": "f" * 32, "dtype": "float32", "is_loaded": False}]
-    with store._write() as (connection, now):
+    with store.database.write() as (connection, now):
         row = {
             "id": f"worker-{owner.host}-{owner.pid}",
             "owner": owner.to_text(),
@@ -52,28 +52,28 @@ def add_worker(store: Store, owner: Owner, model: str = "null:", **values: Any) 
 def test_a_local_job_is_live_while_its_process_lives(store: Store, clock: Clock, out: Path) -> None:
     job = create_job(store, out, 4, owner=current_owner())
     clock.now += 5000
-    assert store.status(job.job_id).is_live
+    assert store.jobs.status(job.job_id).is_live
     change_job(store, job, owner=dead_owner().to_text())
-    assert not store.status(job.job_id).is_live
+    assert not store.jobs.status(job.job_id).is_live
     change_job(store, job, owner=None)
-    assert not store.status(job.job_id).is_live
+    assert not store.jobs.status(job.job_id).is_live
 
 
 def test_a_job_of_another_host_is_live_until_its_lease_is_over(store: Store, clock: Clock, out: Path) -> None:
     job = create_job(store, out, 4, owner=ELSEWHERE)
     clock.now += 59
-    assert store.status(job.job_id).is_live
+    assert store.jobs.status(job.job_id).is_live
     clock.now += 2
-    assert not store.status(job.job_id).is_live
+    assert not store.jobs.status(job.job_id).is_live
 
 
 def test_a_submitted_job_is_live_while_a_shard_has_a_lease(store: Store, clock: Clock, out: Path) -> None:
     job = submit(store, out, 4, 4)
-    assert not store.status(job.job_id).is_live
+    assert not store.jobs.status(job.job_id).is_live
     claim_or_fail(store, job)
-    assert store.status(job.job_id).is_live
+    assert store.jobs.status(job.job_id).is_live
     clock.now += 61
-    assert not store.status(job.job_id).is_live
+    assert not store.jobs.status(job.job_id).is_live
 
 
 def test_a_submitted_job_is_live_while_a_worker_offers_its_model(
@@ -83,33 +83,33 @@ def test_a_submitted_job_is_live_while_a_worker_offers_its_model(
     add_worker(store, ELSEWHERE, model="another")
     add_worker(store, replace(ELSEWHERE, pid=8), stopped_at=clock.now)
     add_worker(store, dead_owner())
-    assert not store.status(job.job_id).is_live
+    assert not store.jobs.status(job.job_id).is_live
     add_worker(store, OTHER_PLACE)
-    assert store.status(job.job_id).is_live
+    assert store.jobs.status(job.job_id).is_live
     clock.now += 61
-    assert not store.status(job.job_id).is_live
+    assert not store.jobs.status(job.job_id).is_live
 
 
 def test_a_job_that_ended_is_not_live(store: Store, out: Path) -> None:
     job = submit(store, out, 4)
     add_worker(store, ELSEWHERE)
     change_job(store, job, state="expired")
-    assert not store.status(job.job_id).is_live
+    assert not store.jobs.status(job.job_id).is_live
 
 
 def test_the_processes_that_hold_shards_are_counted_once_each(store: Store, out: Path) -> None:
     job = submit(store, out, 1, 1, 1, 1)
-    assert store.status(job.job_id).num_workers == 0
+    assert store.jobs.status(job.job_id).num_workers == 0
     for owner in (ELSEWHERE, ELSEWHERE, OTHER_PLACE):
         claim_or_fail(store, job, owner)
-    assert store.status(job.job_id).num_workers == 2
+    assert store.jobs.status(job.job_id).num_workers == 2
 
 
 def test_the_status_repeats_what_was_asked_for(store: Store, out: Path) -> None:
     job = submit(store, out, 4)
     asked = {"idempotency_key": "night-7", "not_before": 5.0, "deadline_at": 9.0}
     change_job(store, job, priority=2, **asked)
-    status = store.status(job.job_id)
+    status = store.jobs.status(job.job_id)
     assert (status.runner, status.priority) == ("workers", "low")
     assert {name: getattr(status, name) for name in asked} == asked
 
@@ -118,7 +118,7 @@ def test_a_submitted_job_has_no_rate_before_a_worker_works(store: Store, clock: 
     job = submit(store, out, 4)
     change_job(store, job, started_at=clock.now)
     clock.now += 3600
-    status = store.status(job.job_id)
+    status = store.jobs.status(job.job_id)
     assert (status.elapsed_s, status.rows_per_s, status.eta_s) == (0, None, None)
 
 
@@ -129,16 +129,16 @@ def test_the_learned_speed_of_submitted_jobs_is_that_of_one_engine(
     job = submit(store, out, 100)
     run_all(store, storage, job)
     change_job(store, job, active_s=10.0, stats=JobStats(busy_s=80.0).to_json())
-    assert store.learned_rows_per_s(job.fingerprint, None) == 1.25
+    assert store.jobs.learned_rows_per_s(job.fingerprint, None) == 1.25
 
 
 def test_a_status_stays_quick_with_many_shards(store: Store, out: Path) -> None:
     job = submit(store, out, *[1] * 5000)
-    with store._write() as (connection, _):
+    with store.database.write() as (connection, _):
         connection.execute(update(shards).values(state="done", part_rows=1, rows_completed=1))
     best = 1.0
     for _ in range(5):
         start = time.perf_counter()
-        assert store.status(job.job_id).completed == 5000
+        assert store.jobs.status(job.job_id).completed == 5000
         best = min(best, time.perf_counter() - start)
     assert best < 0.1

@@ -11,7 +11,7 @@ import pytest
 from gristmill.jobs.errors import OutputError
 from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.storage.local import LocalStorage
-from gristmill.jobs.storage.s3.folder import S3Storage
+from gristmill.jobs.storage.remote import S3Storage
 
 
 @pytest.fixture(params=["local", "s3"])

@@ -32,7 +32,7 @@ def test_shards_are_claimed_in_input_order_and_each_once(store: Store, tmp_path:
     claims = [claim_or_fail(store, job) for _ in range(3)]
     assert [claim.range.first_row for claim in claims] == [0, 4, 8]
     assert [claim.fence for claim in claims] == [1, 1, 1]
-    assert store.claim_shard(job.job_id, OTHER_PLACE) is None
+    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
 
 
 def test_a_stale_attempt_cannot_commit(
@@ -45,10 +45,10 @@ def test_a_stale_attempt_cannot_commit(
         newer = claim_or_fail(other, job, OTHER_PLACE)
         assert newer.fence == stale.fence + 1
         assert commit_rows(store, storage, stale, 0, 1, 2, 3, complete=True) is None
-        assert store.status(job.job_id).not_run == 4
+        assert store.jobs.status(job.job_id).not_run == 4
         assert commit_rows(other, storage, newer, 0, 1, 2, 3, complete=True) is not None
     assert commit_rows(store, storage, stale, 0, 1, 2, 3, complete=True) is None
-    assert store.status(job.job_id).completed == 4
+    assert store.jobs.status(job.job_id).completed == 4
 
 
 def test_a_dead_owner_of_this_host_is_fenced_at_once(store: Store, tmp_path: Path) -> None:
@@ -56,20 +56,20 @@ def test_a_dead_owner_of_this_host_is_fenced_at_once(store: Store, tmp_path: Pat
     first = claim_or_fail(store, job, dead_owner())
     second = claim_or_fail(store, job, current_owner())
     assert (second.shard_id, second.fence) == (first.shard_id, first.fence + 1)
-    assert not store.release_shard(first)
+    assert not store.shards.release(first)
 
 
 def test_a_reused_pid_is_not_taken_for_the_dead_owner(store: Store, tmp_path: Path) -> None:
     job = create_job(store, tmp_path / "out", 4)
     me = current_owner()
     claim_or_fail(store, job, replace(me, start_time=me.start_time - 1))
-    assert store.claim_shard(job.job_id, me) is not None
+    assert store.claims.of_job(job.job_id, me) is not None
 
 
 def test_a_live_owner_of_this_host_keeps_its_shard(store: Store, tmp_path: Path) -> None:
     job = create_job(store, tmp_path / "out", 4)
     claim_or_fail(store, job, current_owner())
-    assert store.claim_shard(job.job_id, ELSEWHERE) is None
+    assert store.claims.of_job(job.job_id, ELSEWHERE) is None
 
 
 def test_an_owner_on_another_host_keeps_its_shard_until_the_lease_runs_out(
@@ -78,7 +78,7 @@ def test_an_owner_on_another_host_keeps_its_shard_until_the_lease_runs_out(
     job = create_job(store, tmp_path / "out", 4)
     claim_or_fail(store, job, ELSEWHERE)
     clock.now += 59
-    assert store.claim_shard(job.job_id, OTHER_PLACE) is None
+    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
     clock.now += 2
     assert claim_or_fail(store, job, OTHER_PLACE).fence == 2
 
@@ -88,19 +88,22 @@ def test_a_heartbeat_renews_the_lease_and_reports_rows(store: Store, clock: Cloc
     claim = claim_or_fail(store, job)
     for _ in range(5):
         clock.now += 40
-        assert store.heartbeat([claim], {claim.shard_id: 3}) == ({job.job_id: Signal.CONTINUE}, frozenset())
-    assert store.claim_shard(job.job_id, OTHER_PLACE) is None
-    assert store.status(job.job_id).rows_done == 3
+        assert store.shards.heartbeat([claim], {claim.shard_id: 3}) == (
+            {job.job_id: Signal.CONTINUE},
+            frozenset(),
+        )
+    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
+    assert store.jobs.status(job.job_id).rows_done == 3
 
 
 def test_a_heartbeat_says_which_claims_are_lost(store: Store, clock: Clock, tmp_path: Path) -> None:
     job = create_job(store, tmp_path / "out", 4, 4)
     old, kept = claim_or_fail(store, job), claim_or_fail(store, job)
     clock.now += 50
-    store.heartbeat([kept], {})
+    store.shards.heartbeat([kept], {})
     clock.now += 20
     claim_or_fail(store, job, OTHER_PLACE)
-    beat = store.heartbeat([old, kept], {old.shard_id: 4})
+    beat = store.shards.heartbeat([old, kept], {old.shard_id: 4})
     assert beat == ({job.job_id: Signal.CONTINUE}, frozenset({old.shard_id}))
 
 
@@ -110,16 +113,16 @@ def test_a_heartbeat_after_a_pause_goes_on_when_nobody_took_the_shard(
     job = create_job(store, tmp_path / "out", 4)
     claim = claim_or_fail(store, job)
     clock.now += 3600
-    assert store.heartbeat([claim], {}) == ({job.job_id: Signal.CONTINUE}, frozenset())
+    assert store.shards.heartbeat([claim], {}) == ({job.job_id: Signal.CONTINUE}, frozenset())
 
 
 def test_a_heartbeat_brings_the_cancellation(store: Store, tmp_path: Path) -> None:
     job = create_job(store, tmp_path / "out", 4)
     claim = claim_or_fail(store, job)
-    store.request_cancel(job.job_id)
-    assert store.heartbeat([claim], {}).signal_by_job == {job.job_id: Signal.CANCEL}
-    assert store.touch_jobs([job.job_id], ELSEWHERE) == {job.job_id: Signal.CANCEL}
-    assert store.claim_shard(job.job_id, OTHER_PLACE) is None
+    store.ends.request_cancel(job.job_id)
+    assert store.shards.heartbeat([claim], {}).signal_by_job == {job.job_id: Signal.CANCEL}
+    assert store.jobs.touch([job.job_id], ELSEWHERE) == {job.job_id: Signal.CANCEL}
+    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
 
 
 def test_every_attempt_leaves_a_row(store: Store, clock: Clock, storage: Storage, tmp_path: Path) -> None:
@@ -130,7 +133,7 @@ def test_every_attempt_leaves_a_row(store: Store, clock: Clock, storage: Storage
     commit_rows(store, storage, second, 0, 1, requeue=True)
     third = claim_or_fail(store, job)
     commit_rows(store, storage, third, 2, 3, complete=True)
-    with store._read() as (connection, _):
+    with store.database.read() as (connection, _):
         columns = attempts.c.fence, attempts.c.outcome, attempts.c.rows_committed
         rows = connection.execute(select(*columns).order_by(attempts.c.id)).all()
     assert [tuple(row) for row in rows] == [(1, "lost", 0), (2, "requeued", 2), (3, "done", 2)]
@@ -139,17 +142,17 @@ def test_every_attempt_leaves_a_row(store: Store, clock: Clock, storage: Storage
 def test_a_released_shard_is_claimed_again(store: Store, tmp_path: Path) -> None:
     job = create_job(store, tmp_path / "out", 4)
     claim = claim_or_fail(store, job)
-    assert store.release_shard(claim)
-    assert not store.release_shard(claim)
+    assert store.shards.release(claim)
+    assert not store.shards.release(claim)
     assert claim_or_fail(store, job).fence == 2
 
 
 def test_engine_deaths_are_counted_per_shard(store: Store, tmp_path: Path) -> None:
     job = create_job(store, tmp_path / "out", 4)
     claim = claim_or_fail(store, job)
-    assert [store.record_crash(claim), store.record_crash(claim)] == [1, 2]
-    store.release_shard(claim)
-    assert store.record_crash(claim) == 2
+    assert [store.shards.record_crash(claim), store.shards.record_crash(claim)] == [1, 2]
+    store.shards.release(claim)
+    assert store.shards.record_crash(claim) == 2
     assert claim_or_fail(store, job).crash_count == 2
 
 
@@ -162,9 +165,9 @@ def test_eight_threads_claim_and_commit_without_a_locked_database(store_url: str
     def work() -> None:
         try:
             with open_store(store_url) as store:
-                while claim := store.claim_shard(job.job_id, current_owner()):
-                    store.heartbeat([claim], {})
-                    assert store.commit_shard(claim, None, ShardCounts(), JobStats(), complete=True)
+                while claim := store.claims.of_job(job.job_id, current_owner()):
+                    store.shards.heartbeat([claim], {})
+                    assert store.shards.commit(claim, None, ShardCounts(), JobStats(), complete=True)
                     claimed.append(claim.range.shard_index)
         except BaseException as error:
             failures.append(error)
@@ -184,8 +187,8 @@ from gristmill.jobs.owner import current_owner
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.store.store import open_store
 with open_store(sys.argv[1]) as store:
-    while claim := store.claim_shard(sys.argv[2], current_owner()):
-        assert store.commit_shard(claim, None, ShardCounts(), JobStats(), complete=True)
+    while claim := store.claims.of_job(sys.argv[2], current_owner()):
+        assert store.shards.commit(claim, None, ShardCounts(), JobStats(), complete=True)
         print(claim.range.shard_index)
 """
 
@@ -209,6 +212,6 @@ def test_a_shard_keeps_its_start_over_attempts(store: Store, clock: Clock, tmp_p
     claim_or_fail(store, job)
     clock.now += 100
     claim_or_fail(store, job)
-    with store._read() as (connection, _):
+    with store.database.read() as (connection, _):
         assert connection.scalar(select(shards.c.started_at)) == started
-    assert store.load_job(job.job_id).started_at == started
+    assert store.jobs.load(job.job_id).started_at == started

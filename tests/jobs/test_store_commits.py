@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection
 
-import gristmill.jobs.store.shards
 from gristmill.jobs.errors import StoreError
 from gristmill.jobs.output.publishing import publish_part, redo_publications
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import Storage
-from gristmill.jobs.store.database import write_transaction
+from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.store import Store
 from tests.jobs.cases import (
     OTHER_PLACE,
@@ -35,11 +34,11 @@ def test_a_complete_commit_ends_the_shard(store: Store, storage: Storage, out: P
     job = create_job(store, out, 10)
     claim = claim_or_fail(store, job)
     assert commit_rows(store, storage, claim, *range(10), complete=True)
-    status = store.status(job.job_id)
+    status = store.jobs.status(job.job_id)
     assert (status.completed, status.failed, status.not_run) == (9, 1, 0)
     assert status.shards == {"done": 1}
     assert read_rows(out) == list(range(10))
-    assert store.claim_shard(job.job_id, OTHER_PLACE) is None
+    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
 
 
 def test_a_checkpoint_keeps_the_claim_and_makes_the_part_longer(
@@ -51,7 +50,7 @@ def test_a_checkpoint_keeps_the_claim_and_makes_the_part_longer(
     assert read_rows(out) == [1, 4]
     claim = commit_rows(store, storage, claim, 5, 0) or claim
     assert read_rows(out) == [0, 1, 4, 5]
-    assert store.status(job.job_id).shards == {"running": 1}
+    assert store.jobs.status(job.job_id).shards == {"running": 1}
     commit_rows(store, storage, claim, 3, 2, complete=True)
     assert read_rows(out) == [0, 1, 2, 3, 4, 5]
     assert [path.name for path in out.glob("part-*")] == ["part-00000.parquet"]
@@ -64,7 +63,7 @@ def test_a_stopped_shard_goes_on_where_it_was(store: Store, storage: Storage, ou
     assert load_done_rows(storage, again.part) == {0, 3}
     commit_rows(store, storage, again, 1, 2, 4, 5, complete=True)
     assert read_rows(out) == [0, 1, 2, 3, 4, 5]
-    assert store.status(job.job_id).completed == 6
+    assert store.jobs.status(job.job_id).completed == 6
 
 
 def test_counts_and_stats_add_up_over_commits(store: Store, storage: Storage, out: Path) -> None:
@@ -72,7 +71,7 @@ def test_counts_and_stats_add_up_over_commits(store: Store, storage: Storage, ou
     claim = claim_or_fail(store, job)
     claim = commit_rows(store, storage, claim, *range(10)) or claim
     commit_rows(store, storage, claim, *range(10, 20), complete=True)
-    status = store.status(job.job_id)
+    status = store.jobs.status(job.job_id)
     assert (status.completed, status.failed, status.prompt_tokens) == (18, 2, 90)
     assert status.errors_by_code == {"null_value": 2}
     assert status.percentiles["queue_wait_s"]["p50"] == pytest.approx(0.5, rel=0.05)
@@ -81,8 +80,8 @@ def test_counts_and_stats_add_up_over_commits(store: Store, storage: Storage, ou
 def test_a_stop_before_the_first_row_commits_nothing_and_requeues(store: Store, out: Path) -> None:
     job = create_job(store, out, 6)
     claim = claim_or_fail(store, job)
-    assert store.commit_shard(claim, None, ShardCounts(), JobStats(), requeue=True)
-    assert store.status(job.job_id).shards == {"queued": 1}
+    assert store.shards.commit(claim, None, ShardCounts(), JobStats(), requeue=True)
+    assert store.jobs.status(job.job_id).shards == {"queued": 1}
 
 
 def test_a_shard_is_not_done_while_rows_are_missing(store: Store, storage: Storage, out: Path) -> None:
@@ -95,31 +94,32 @@ def test_counts_must_be_those_of_the_part(store: Store, storage: Storage, out: P
     claim = claim_or_fail(store, create_job(store, out, 6))
     part = write_rows(storage, claim, 0, 1)
     with pytest.raises(AssertionError, match="1 rows counted, 2 in the part"):
-        store.commit_shard(claim, part, ShardCounts(completed=1), JobStats())
+        store.shards.commit(claim, part, ShardCounts(completed=1), JobStats())
 
 
 def test_a_failed_shard_keeps_what_it_committed(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 6)
     claim = commit_rows(store, storage, claim_or_fail(store, job), 0, 1)
     assert claim is not None
-    assert store.fail_shard(claim, "the engine died 3 times")
-    assert store.failed_shard_message(job.job_id) == "the engine died 3 times"
-    assert store.status(job.job_id).completed == 2
-    assert not store.fail_shard(claim, "again")
+    assert store.shards.fail(claim, "the engine died 3 times")
+    assert store.shards.failure(job.job_id) == "the engine died 3 times"
+    assert store.jobs.status(job.job_id).completed == 2
+    assert not store.shards.fail(claim, "again")
 
 
 class LostReplies:
     """Transactions that commit, and then lose the connection before the reply, `times` times."""
 
-    def __init__(self, times: int, commits: bool) -> None:
+    def __init__(self, database: Database, times: int, commits: bool) -> None:
+        self._write = database.write
         self.left = times
         self.commits = commits
 
     @contextmanager
-    def __call__(self, engine: object) -> Iterator[Connection]:
+    def __call__(self) -> Iterator[tuple[Connection, float]]:
         lose, self.left = self.left > 0, self.left - 1
-        with write_transaction(engine) as connection:  # type: ignore[arg-type]
-            yield connection
+        with self._write() as opened:
+            yield opened
             if lose and not self.commits:
                 raise StoreError("the connection was cut before COMMIT")
         if lose:
@@ -133,9 +133,9 @@ def test_a_commit_whose_reply_is_lost_counts_once(
     job = create_job(store, out, 4)
     claim = claim_or_fail(store, job)
     part = write_rows(storage, claim, 0, 1, 2, 3)
-    monkeypatch.setattr(gristmill.jobs.store.shards, "write_transaction", LostReplies(1, commits))
-    assert store.commit_shard(claim, part, *count_results(build_results(0, 1, 2, 3)), complete=True)
-    status = store.status(job.job_id)
+    monkeypatch.setattr(store.database, "write", LostReplies(store.database, 1, commits))
+    assert store.shards.commit(claim, part, *count_results(build_results(0, 1, 2, 3)), complete=True)
+    status = store.jobs.status(job.job_id)
     assert (status.completed, status.shards) == (4, {"done": 1})
 
 
@@ -144,27 +144,27 @@ def test_a_database_that_stays_away_is_an_error(
 ) -> None:
     claim = claim_or_fail(store, create_job(store, out, 4))
     part = write_rows(storage, claim, 0, 1, 2, 3)
-    monkeypatch.setattr(gristmill.jobs.store.shards, "write_transaction", LostReplies(99, False))
+    monkeypatch.setattr(store.database, "write", LostReplies(store.database, 99, False))
     with pytest.raises(StoreError, match="cut before COMMIT"):
-        store.commit_shard(claim, part, *count_results(build_results(0, 1, 2, 3)), complete=True)
+        store.shards.commit(claim, part, *count_results(build_results(0, 1, 2, 3)), complete=True)
 
 
 def test_a_crash_between_commit_and_publication_is_redone(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4)
     commit_rows(store, storage, claim_or_fail(store, job), 0, 1, 2, 3, complete=True, publish=False)
     assert read_rows(out) == []
-    assert redo_publications(storage, store, job.job_id) == 1
+    assert redo_publications(storage, store.shards, job.job_id) == 1
     assert read_rows(out) == [0, 1, 2, 3]
-    assert redo_publications(storage, store, job.job_id) == 0
+    assert redo_publications(storage, store.shards, job.job_id) == 0
 
 
 def test_a_crash_between_rename_and_its_note_is_redone(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4)
     claim = commit_rows(store, storage, claim_or_fail(store, job), 0, 1, 2, 3, complete=True, publish=False)
     assert claim is not None and claim.part is not None
-    storage.rename(claim.part.attempt, claim.part.path)
-    assert redo_publications(storage, store, job.job_id) == 1
-    assert store.unpublished_parts(job.job_id) == []
+    storage.publish(claim.part.attempt, claim.part.path)
+    assert redo_publications(storage, store.shards, job.job_id) == 1
+    assert store.shards.unpublished_parts(job.job_id) == []
 
 
 def test_a_claim_reads_a_part_that_was_committed_and_not_published(
@@ -185,12 +185,12 @@ def test_a_stale_publisher_does_no_harm(store: Store, storage: Storage, clock: C
     clock.now += 61
     newer = claim_or_fail(store, job, OTHER_PLACE)
     commit_rows(store, storage, newer, 0, 3, complete=True, publish=False)
-    storage.rename(paused.part.attempt, paused.part.path)
-    store.mark_published(paused.shard_id, paused.part)
-    assert [part.part.rows for part in store.unpublished_parts(job.job_id)] == [4]
-    redo_publications(storage, store, job.job_id)
-    storage.rename(paused.part.attempt, paused.part.path)
-    store.mark_published(paused.shard_id, paused.part)
+    storage.publish(paused.part.attempt, paused.part.path)
+    store.shards.mark_published(paused.shard_id, paused.part)
+    assert [part.part.rows for part in store.shards.unpublished_parts(job.job_id)] == [4]
+    redo_publications(storage, store.shards, job.job_id)
+    storage.publish(paused.part.attempt, paused.part.path)
+    store.shards.mark_published(paused.shard_id, paused.part)
     assert read_rows(out) == [0, 1, 2, 3]
 
 
@@ -198,16 +198,16 @@ def test_a_longer_part_waits_to_be_published_again(store: Store, storage: Storag
     job = create_job(store, out, 4)
     claim = commit_rows(store, storage, claim_or_fail(store, job), 0, 1)
     assert claim is not None
-    assert store.unpublished_parts(job.job_id) == []
+    assert store.shards.unpublished_parts(job.job_id) == []
     longer = commit_rows(store, storage, claim, 2, publish=False)
     assert longer is not None and longer.part is not None
-    assert [entry.part for entry in store.unpublished_parts(job.job_id)] == [longer.part]
-    publish_part(storage, store, longer.shard_id, longer.part)
-    publish_part(storage, store, longer.shard_id, longer.part)
+    assert [entry.part for entry in store.shards.unpublished_parts(job.job_id)] == [longer.part]
+    publish_part(storage, store.shards, longer.shard_id, longer.part)
+    publish_part(storage, store.shards, longer.shard_id, longer.part)
     assert read_rows(out) == [0, 1, 2]
 
 
 def test_a_commit_with_an_older_fence_changes_nothing(store: Store, storage: Storage, out: Path) -> None:
     claim = claim_or_fail(store, create_job(store, out, 4))
     assert commit_rows(store, storage, replace(claim, fence=claim.fence - 1), 0) is None
-    assert store.status(claim.job_id).completed == 0
+    assert store.jobs.status(claim.job_id).completed == 0

@@ -22,7 +22,7 @@ def check_claims(store: Store, tmp_path: Path, num_shards: int, num_jobs: int) -
     seconds = []
     for _ in range(NUM_CLAIMS):
         begun = time.perf_counter()
-        assert store.claim_next(OFFER, ELSEWHERE) is not None
+        assert store.claims.next(OFFER, ELSEWHERE) is not None
         seconds.append(time.perf_counter() - begun)
     median, p95 = np.quantile(seconds, [0.5, 0.95])
     print(

@@ -32,7 +32,7 @@ from tests.jobs.cases import (
 
 def test_a_job_comes_back_as_it_was_created(store: Store, clock: Clock, out: Path) -> None:
     job = create_job(store, out, 4, 4, max_tokens=16)
-    again = store.load_job(job.job_id)
+    again = store.jobs.load(job.job_id)
     assert again == job
     assert (job.state, job.num_rows, job.num_shards, job.rows_committed) == (JobState.IN_PROGRESS, 8, 2, 0)
     assert (job.sources, job.output, job.created_at) == (tuple(SOURCES), str(out), clock.now)
@@ -44,58 +44,58 @@ def test_a_job_is_found_by_id_prefix_or_folder(store: Store, clock: Clock, tmp_p
     first = create_job(store, tmp_path / "a", 1)
     clock.now += 1
     second = create_job(store, tmp_path / "b", 1)
-    assert store.find_job(second.job_id) == second
-    assert store.find_job(second.job_id[:20]) == second
-    assert store.find_job(str(tmp_path / "a") + "/") == first
-    assert store.find_job("job_zzz") is None
-    assert store.find_job("job%") is None
+    assert store.jobs.find(second.job_id) == second
+    assert store.jobs.find(second.job_id[:20]) == second
+    assert store.jobs.find(str(tmp_path / "a") + "/") == first
+    assert store.jobs.find("job_zzz") is None
+    assert store.jobs.find("job%") is None
     with pytest.raises(RefusedError, match="several job ids"):
-        store.find_job("job_")
-    assert [job.job_id for job in store.list_jobs()] == [second.job_id, first.job_id]
-    assert store.list_jobs(limit=1) == [second]
+        store.jobs.find("job_")
+    assert [job.job_id for job in store.jobs.newest()] == [second.job_id, first.job_id]
+    assert store.jobs.newest(limit=1) == [second]
 
 
 def test_the_newest_job_of_a_folder_is_found(store: Store, clock: Clock, out: Path) -> None:
     create_job(store, out, 1)
     clock.now += 1
     newer = create_job(store, out, 1)
-    assert store.find_job(str(out)) == newer
+    assert store.jobs.find(str(out)) == newer
 
 
 def test_an_unknown_job_is_named(store: Store) -> None:
     with pytest.raises(StoreError, match="no job job_x"):
-        store.status("job_x")
+        store.jobs.status("job_x")
 
 
 def test_a_job_held_by_a_live_process_is_refused_to_others(store: Store, out: Path) -> None:
     job = create_job(store, out, 1)
     me = current_owner()
-    store.hold_job(job.job_id, me)
-    store.hold_job(job.job_id, me)
+    store.jobs.hold(job.job_id, me)
+    store.jobs.hold(job.job_id, me)
     with pytest.raises(JobIsLive, match=f"process {me.pid} on"):
-        store.hold_job(job.job_id, ELSEWHERE)
-    store.release_job(job.job_id, ELSEWHERE)
+        store.jobs.hold(job.job_id, ELSEWHERE)
+    store.jobs.release(job.job_id, ELSEWHERE)
     with pytest.raises(JobIsLive):
-        store.hold_job(job.job_id, ELSEWHERE)
-    store.release_job(job.job_id, me)
-    store.hold_job(job.job_id, ELSEWHERE)
+        store.jobs.hold(job.job_id, ELSEWHERE)
+    store.jobs.release(job.job_id, me)
+    store.jobs.hold(job.job_id, ELSEWHERE)
 
 
 def test_the_hold_of_a_dead_process_is_taken_over_at_once(store: Store, out: Path) -> None:
     job = create_job(store, out, 1, owner=dead_owner())
-    store.hold_job(job.job_id, current_owner())
-    assert store.status(job.job_id).owner == str(current_owner())
+    store.jobs.hold(job.job_id, current_owner())
+    assert store.jobs.status(job.job_id).owner == str(current_owner())
 
 
 def test_the_hold_of_another_host_ends_with_its_lease(store: Store, clock: Clock, out: Path) -> None:
     job = create_job(store, out, 1, owner=ELSEWHERE)
     clock.now += 50
-    store.touch_jobs([job.job_id], ELSEWHERE)
+    store.jobs.touch([job.job_id], ELSEWHERE)
     clock.now += 50
     with pytest.raises(JobIsLive, match="process 7 on elsewhere"):
-        store.hold_job(job.job_id, current_owner())
+        store.jobs.hold(job.job_id, current_owner())
     clock.now += 11
-    store.hold_job(job.job_id, current_owner())
+    store.jobs.hold(job.job_id, current_owner())
 
 
 def test_a_new_job_takes_the_folder_over_from_a_dead_one_only(store: Store, clock: Clock, out: Path) -> None:
@@ -103,17 +103,17 @@ def test_a_new_job_takes_the_folder_over_from_a_dead_one_only(store: Store, cloc
     claim = claim_or_fail(store, old, current_owner())
     with pytest.raises(JobIsLive):
         create_job(store, out, 2, owner=ELSEWHERE)
-    store.release_job(old.job_id, current_owner())
+    store.jobs.release(old.job_id, current_owner())
     clock.now += 1
     new = create_job(store, out, 2, owner=ELSEWHERE)
-    replaced = store.load_job(old.job_id)
+    replaced = store.jobs.load(old.job_id)
     assert (replaced.state, replaced.message) == (
         JobState.CANCELLED,
         f"its output folder was given to {new.job_id}",
     )
-    assert set(store.heartbeat([claim], {}).signal_by_job.values()) == {Signal.CANCEL}
+    assert set(store.shards.heartbeat([claim], {}).signal_by_job.values()) == {Signal.CANCEL}
     with pytest.raises(RefusedError, match=new.job_id):
-        store.resume_job(old.job_id)
+        store.ends.resume(old.job_id)
 
 
 def test_a_cancel_waits_for_the_live_owner_and_keeps_its_rows(
@@ -121,25 +121,25 @@ def test_a_cancel_waits_for_the_live_owner_and_keeps_its_rows(
 ) -> None:
     job = create_job(store, out, 4, 4)
     claim = claim_or_fail(store, job)
-    assert store.request_cancel(job.job_id) == JobState.CANCELLING
-    assert not store.finish_cancel(job.job_id)
+    assert store.ends.request_cancel(job.job_id) == JobState.CANCELLING
+    assert not store.ends.finish_cancel(job.job_id)
     assert commit_rows(store, storage, claim, 0, 1, requeue=True)
-    assert store.finish_cancel(job.job_id)
-    status = store.status(job.job_id)
+    assert store.ends.finish_cancel(job.job_id)
+    status = store.jobs.status(job.job_id)
     assert (status.state, status.completed, status.not_run) == ("cancelled", 2, 6)
     assert status.shards == {"cancelled": 2}
-    assert store.finish_cancel(job.job_id)
-    assert store.request_cancel(job.job_id) == JobState.CANCELLED
+    assert store.ends.finish_cancel(job.job_id)
+    assert store.ends.request_cancel(job.job_id) == JobState.CANCELLED
 
 
 def test_a_cancel_does_not_wait_for_the_dead(store: Store, clock: Clock, out: Path) -> None:
     job = create_job(store, out, 4, 4)
     claim_or_fail(store, job, dead_owner())
     lapsed = claim_or_fail(store, job, ELSEWHERE)
-    store.request_cancel(job.job_id)
+    store.ends.request_cancel(job.job_id)
     clock.now += 61
-    assert store.finish_cancel(job.job_id)
-    assert not store.release_shard(lapsed)
+    assert store.ends.finish_cancel(job.job_id)
+    assert not store.shards.release(lapsed)
 
 
 def test_a_cancelled_job_resumes_without_its_committed_rows(
@@ -147,12 +147,12 @@ def test_a_cancelled_job_resumes_without_its_committed_rows(
 ) -> None:
     job = create_job(store, out, 4, 4)
     commit_rows(store, storage, claim_or_fail(store, job), 0, 1, 2, 3, complete=True)
-    store.request_cancel(job.job_id)
-    store.finish_cancel(job.job_id)
+    store.ends.request_cancel(job.job_id)
+    store.ends.finish_cancel(job.job_id)
     for _ in range(2):
-        assert store.resume_job(job.job_id) == JobState.IN_PROGRESS
-    assert store.status(job.job_id).shards == {"done": 1, "queued": 1}
-    assert store.load_job(job.job_id).finished_at is None
+        assert store.ends.resume(job.job_id) == JobState.IN_PROGRESS
+    assert store.jobs.status(job.job_id).shards == {"done": 1, "queued": 1}
+    assert store.jobs.load(job.job_id).finished_at is None
     assert claim_or_fail(store, job).range.first_row == 4
 
 
@@ -161,41 +161,41 @@ def test_a_completed_job_cannot_be_cancelled_failed_or_resumed(
 ) -> None:
     job = create_job(store, out, 2)
     run_all(store, storage, job)
-    claim = store.claim_finalize(job.job_id, ELSEWHERE)
+    claim = store.finalizing.claim(job.job_id, ELSEWHERE)
     assert claim is not None
-    assert store.complete_job(claim, JobState.COMPLETED)
-    assert store.request_cancel(job.job_id) == JobState.COMPLETED
-    assert not store.fail_job(job.job_id, "late")
-    assert store.resume_job(job.job_id) == JobState.COMPLETED
-    assert not store.complete_job(claim, JobState.FAILED)
+    assert store.finalizing.complete(claim, JobState.COMPLETED)
+    assert store.ends.request_cancel(job.job_id) == JobState.COMPLETED
+    assert not store.ends.fail(job.job_id, "late")
+    assert store.ends.resume(job.job_id) == JobState.COMPLETED
+    assert not store.finalizing.complete(claim, JobState.FAILED)
 
 
 def test_too_many_errors_fail_the_job_and_stop_its_workers(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4)
     claim = claim_or_fail(store, job)
-    assert store.fail_job(job.job_id, "3 rows failed, --max-errors is 2")
-    assert set(store.heartbeat([claim], {}).signal_by_job.values()) == {Signal.CANCEL}
+    assert store.ends.fail(job.job_id, "3 rows failed, --max-errors is 2")
+    assert set(store.shards.heartbeat([claim], {}).signal_by_job.values()) == {Signal.CANCEL}
     assert commit_rows(store, storage, claim, 0, 1, requeue=True)
-    status = store.status(job.job_id)
+    status = store.jobs.status(job.job_id)
     assert (status.state, status.message, status.completed) == (
         "failed",
         "3 rows failed, --max-errors is 2",
         2,
     )
-    assert store.resume_job(job.job_id) == JobState.IN_PROGRESS
-    assert store.status(job.job_id).message is None
+    assert store.ends.resume(job.job_id) == JobState.IN_PROGRESS
+    assert store.jobs.status(job.job_id).message is None
 
 
 def test_a_resumed_job_tries_its_failed_shards_again(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 2, 2)
     bad = claim_or_fail(store, job)
-    store.record_crash(bad)
-    store.fail_shard(bad, "no luck")
+    store.shards.record_crash(bad)
+    store.shards.fail(bad, "no luck")
     run_all(store, storage, job)
-    claim = store.claim_finalize(job.job_id, ELSEWHERE)
+    claim = store.finalizing.claim(job.job_id, ELSEWHERE)
     assert claim is not None
-    store.complete_job(claim, JobState.FAILED, "no luck")
-    store.resume_job(job.job_id)
+    store.finalizing.complete(claim, JobState.FAILED, "no luck")
+    store.ends.resume(job.job_id)
     again = claim_or_fail(store, job)
     assert (again.range.shard_index, again.crash_count) == (0, 0)
 
@@ -203,55 +203,55 @@ def test_a_resumed_job_tries_its_failed_shards_again(store: Store, storage: Stor
 def test_finalizing_waits_for_the_last_shard(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 2, 2)
     claim = claim_or_fail(store, job)
-    assert store.claim_finalize(job.job_id, ELSEWHERE) is None
+    assert store.finalizing.claim(job.job_id, ELSEWHERE) is None
     commit_rows(store, storage, claim, 0, 1, complete=True)
-    assert store.claim_finalize(job.job_id, ELSEWHERE) is None
+    assert store.finalizing.claim(job.job_id, ELSEWHERE) is None
     run_all(store, storage, job)
-    assert store.claim_finalize(job.job_id, ELSEWHERE) is not None
+    assert store.finalizing.claim(job.job_id, ELSEWHERE) is not None
 
 
 def test_one_process_finalizes_at_a_time(store: Store, storage: Storage, clock: Clock, out: Path) -> None:
     job = create_job(store, out, 2)
     run_all(store, storage, job)
-    first = store.claim_finalize(job.job_id, ELSEWHERE)
+    first = store.finalizing.claim(job.job_id, ELSEWHERE)
     assert first is not None
-    assert store.claim_finalize(job.job_id, OTHER_PLACE) is None
+    assert store.finalizing.claim(job.job_id, OTHER_PLACE) is None
     clock.now += 50
-    assert store.renew_finalize(first)
+    assert store.finalizing.renew(first)
     clock.now += 50
-    assert store.claim_finalize(job.job_id, OTHER_PLACE) is None
+    assert store.finalizing.claim(job.job_id, OTHER_PLACE) is None
     clock.now += 11
-    second = store.claim_finalize(job.job_id, OTHER_PLACE)
+    second = store.finalizing.claim(job.job_id, OTHER_PLACE)
     assert second is not None
-    assert not store.renew_finalize(first)
-    assert not store.complete_job(first, JobState.COMPLETED)
-    assert store.complete_job(second, JobState.COMPLETED)
+    assert not store.finalizing.renew(first)
+    assert not store.finalizing.complete(first, JobState.COMPLETED)
+    assert store.finalizing.complete(second, JobState.COMPLETED)
 
 
 def test_a_finalizer_that_died_here_is_followed_at_once(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 2)
     run_all(store, storage, job)
-    assert store.claim_finalize(job.job_id, dead_owner())
-    assert store.claim_finalize(job.job_id, current_owner())
+    assert store.finalizing.claim(job.job_id, dead_owner())
+    assert store.finalizing.claim(job.job_id, current_owner())
 
 
 def work_for(store: Store, clock: Clock, job: JobRecord, seconds: int) -> None:
-    store.hold_job(job.job_id, ELSEWHERE)
+    store.jobs.hold(job.job_id, ELSEWHERE)
     for _ in range(seconds):
         clock.now += 1
-        store.touch_jobs([job.job_id], ELSEWHERE)
+        store.jobs.touch([job.job_id], ELSEWHERE)
 
 
 def test_elapsed_time_leaves_pauses_out(store: Store, storage: Storage, clock: Clock, out: Path) -> None:
     job = create_job(store, out, 100)
     work_for(store, clock, job, 10)
-    store.release_job(job.job_id, ELSEWHERE)
+    store.jobs.release(job.job_id, ELSEWHERE)
     clock.now += 1000
     work_for(store, clock, job, 10)
     claim = claim_or_fail(store, job)
     commit_rows(store, storage, claim, *range(50))
     clock.now += 5
-    status = store.status(job.job_id)
+    status = store.jobs.status(job.job_id)
     assert (status.elapsed_s, status.rows_per_s, status.eta_s) == (25, 2, 25)
     assert status.completion_tokens_per_s == 3 * 45 / 25
     assert status.tokens_per_s == 8 * 45 / 25
@@ -260,7 +260,7 @@ def test_elapsed_time_leaves_pauses_out(store: Store, storage: Storage, clock: C
 
 
 def test_a_fresh_job_has_no_rates(store: Store, out: Path) -> None:
-    status = store.status(create_job(store, out, 4).job_id)
+    status = store.jobs.status(create_job(store, out, 4).job_id)
     assert (status.elapsed_s, status.eta_s, status.tokens_per_s, status.saved_tokens_share) == (
         0,
         None,
@@ -274,12 +274,12 @@ def test_the_speed_of_earlier_jobs_is_learned(
     store: Store, storage: Storage, clock: Clock, out: Path
 ) -> None:
     job = create_job(store, out, 100, max_tokens=8)
-    assert store.learned_rows_per_s(job.fingerprint, 8) is None
+    assert store.jobs.learned_rows_per_s(job.fingerprint, 8) is None
     work_for(store, clock, job, 10)
     run_all(store, storage, job)
-    assert store.learned_rows_per_s(job.fingerprint, 8) == 10
-    assert store.learned_rows_per_s(job.fingerprint, None) is None
-    assert store.learned_rows_per_s("another", 8) is None
+    assert store.jobs.learned_rows_per_s(job.fingerprint, 8) == 10
+    assert store.jobs.learned_rows_per_s(job.fingerprint, None) is None
+    assert store.jobs.learned_rows_per_s("another", 8) is None
 
 
 def test_a_status_of_a_thousand_shards_answers_within_50_ms(store: Store, out: Path) -> None:
@@ -289,14 +289,14 @@ def test_a_status_of_a_thousand_shards_answers_within_50_ms(store: Store, out: P
         stats.record_latency(0.01 * 1.1**step, 0.02 * 1.1**step, 0.001 * 1.05**step)
     for index in range(5):
         claim = claim_or_fail(store, job)
-        store.commit_shard(claim, None, ShardCounts(), stats, complete=index < 3)
-    with store._write() as (connection, _):
+        store.shards.commit(claim, None, ShardCounts(), stats, complete=index < 3)
+    with store.database.write() as (connection, _):
         values = {"rows_completed": 97, "rows_failed": 3, "state": "done"}
         connection.execute(update(shards).where(shards.c.state == "queued").values(values))
     best = 1.0
     for _ in range(10):
         start = time.perf_counter()
-        status = store.status(job.job_id)
+        status = store.jobs.status(job.job_id)
         best = min(best, time.perf_counter() - start)
     assert (status.completed, status.failed) == (97 * 995, 3 * 995)
     assert status.errors_by_code == {"empty_prompt": 10, "null_value": 5}
@@ -306,8 +306,8 @@ def test_a_status_of_a_thousand_shards_answers_within_50_ms(store: Store, out: P
 
 def test_events_are_kept(store: Store, out: Path) -> None:
     job = create_job(store, out, 4)
-    store.record_event(job.job_id, "engine_restarted", {"exit_code": -9})
-    with store._read() as (connection, _):
+    store.jobs.record_event(job.job_id, "engine_restarted", {"exit_code": -9})
+    with store.database.read() as (connection, _):
         rows = connection.execute(select(events.c.kind, events.c.detail).order_by(events.c.id)).all()
     assert [tuple(row) for row in rows] == [
         ("created", {"rows": 4, "shards": 1}),
@@ -317,7 +317,7 @@ def test_events_are_kept(store: Store, out: Path) -> None:
 
 def test_shards_belong_to_a_job(store: Store) -> None:
     with pytest.raises(StoreError, match="(?i)foreign key"):
-        with store._write() as (connection, _):
+        with store.database.write() as (connection, _):
             values = {"shard_index": 0, "source_index": 0, "first_row": 0, "num_rows": 0, "num_records": 0}
             shard = insert(shards).values(
                 job_id="job_x", state="queued", byte_offset=0, byte_size=0, **values

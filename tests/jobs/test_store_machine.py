@@ -96,7 +96,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def take(self, owner: Owner) -> ShardClaim | None:
         job = next(self.open_jobs(), None)
-        claim = self.store.claim_next(OFFER, owner)
+        claim = self.store.claims.next(OFFER, owner)
         assert (claim is not None) == (job is not None)
         if claim is None or job is None:
             return None
@@ -126,7 +126,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(claim=claims)
     def beat(self, claim: ShardClaim) -> None:
         job, shard = self.find(claim)
-        beat = self.store.heartbeat([claim], {})
+        beat = self.store.shards.heartbeat([claim], {})
         if self.is_current(claim):
             shard.lease_until = self.clock.now + 60
         signal = Signal.CONTINUE if job.state == "in_progress" else Signal.CANCEL
@@ -158,11 +158,11 @@ class StoreMachine(RuleBasedStateMachine):
         results = [replace(build_results(9 if row in bad else 0)[0], row_index=row) for row in rows]
         part = write_attempt(job.storage, claim, results, SCHEMA, SOURCES, "parquet")
         flags = {} if how == "checkpoint" else {how: True}
-        assert self.store.commit_shard(claim, part, *count_results(results), **flags) == current
+        assert self.store.shards.commit(claim, part, *count_results(results), **flags) == current
         if not current:
             return None
         if publish:
-            publish_part(job.storage, self.store, claim.shard_id, part)
+            publish_part(job.storage, self.store.shards, claim.shard_id, part)
         else:
             self.paused.append((job, claim.shard_id, part))
         shard.rows |= set(rows)
@@ -174,8 +174,8 @@ class StoreMachine(RuleBasedStateMachine):
     def strip(self, claim: ShardClaim, job: JobModel, shard: ShardModel) -> ShardClaim:
         job.storage.delete(MANIFEST_NAME)
         part, counts, stats = strip_errors(job.storage, claim, SCHEMA, SOURCES, "parquet")
-        assert self.store.commit_shard(claim, part, counts, stats, clear_strip=True)
-        publish_part(job.storage, self.store, claim.shard_id, part)
+        assert self.store.shards.commit(claim, part, counts, stats, clear_strip=True)
+        publish_part(job.storage, self.store.shards, claim.shard_id, part)
         shard.rows -= shard.errors
         shard.errors, shard.strip, shard.lease_until = set(), False, self.clock.now + 60
         return replace(claim, part=part, strip_errors=False)
@@ -183,14 +183,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(claim=consumes(claims))
     def fail(self, claim: ShardClaim) -> None:
         current = self.is_current(claim)
-        assert self.store.fail_shard(claim, "no luck") == current
+        assert self.store.shards.fail(claim, "no luck") == current
         if current:
             self.find(claim)[1].state = "failed"
 
     @rule(which=WHICH)
     def cancel(self, which: int) -> None:
         job = self.models[which]
-        assert self.store.stop_job(job.job.job_id, JobState.CANCELLED) == (job.state == "in_progress")
+        assert self.store.ends.stop(job.job.job_id, JobState.CANCELLED) == (job.state == "in_progress")
         if job.state == "in_progress":
             job.state, job.stopping_as = "cancelling", "cancelled"
 
@@ -199,13 +199,13 @@ class StoreMachine(RuleBasedStateMachine):
         late = [
             job for job in self.models if job.state == "in_progress" and job.deadline_at <= self.clock.now
         ]
-        assert self.store.expire_jobs() == [job.job.job_id for job in late]
+        assert self.store.ends.expire() == [job.job.job_id for job in late]
         for job in late:
             job.state, job.stopping_as = "cancelling", "expired"
 
     @rule()
     def drain(self) -> None:
-        ended = set(self.store.drain_stopped())
+        ended = set(self.store.ends.drain_stopped())
         for job in self.models:
             if job.state == "cancelling":
                 for index in job.free(self.clock.now):
@@ -217,7 +217,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def resume(self, which: int) -> None:
         job = self.models[which]
-        self.store.resume_job(job.job.job_id)
+        self.store.ends.resume(job.job.job_id)
         if job.state in ENDED and job.state != "completed":
             job.reopen(self.clock.now, errors=False)
 
@@ -225,11 +225,11 @@ class StoreMachine(RuleBasedStateMachine):
     def retry(self, which: int) -> None:
         job = self.models[which]
         if job.state in ENDED and job.errors:
-            assert self.store.retry_failed(job.job.job_id) == len(job.errors)
+            assert self.store.ends.retry_failed(job.job.job_id) == len(job.errors)
             job.reopen(self.clock.now, errors=True)
             return
         with pytest.raises(RefusedError):
-            self.store.retry_failed(job.job.job_id)
+            self.store.ends.retry_failed(job.job.job_id)
 
     @rule(which=WHICH, owner=OWNERS)
     def finalize(self, which, owner) -> None:  # type: ignore[no-untyped-def]
@@ -240,7 +240,7 @@ class StoreMachine(RuleBasedStateMachine):
         is_over = job.state == "in_progress" and all(
             shard.state in ("done", "failed") for shard in job.shards
         )
-        assert (job.job.job_id in self.store.jobs_to_finalize()) == is_over
+        assert (job.job.job_id in self.store.finalizing.waiting()) == is_over
         state = finalize_job(self.store, job.storage, job.job.job_id, owner)
         if is_over:
             done = all(shard.state == "done" for shard in job.shards)
@@ -251,12 +251,12 @@ class StoreMachine(RuleBasedStateMachine):
     def wake_paused_publishers(self) -> None:
         for job, shard_id, part in self.paused:
             job.storage.publish(part.attempt, part.path)
-            self.store.mark_published(shard_id, part)
+            self.store.shards.mark_published(shard_id, part)
 
     @rule(which=WHICH)
     def redo(self, which: int) -> None:
         job = self.models[which]
-        redo_publications(job.storage, self.store, job.job.job_id)
+        redo_publications(job.storage, self.store.shards, job.job.job_id)
         assert read_rows(job.folder) == sorted(job.rows)
 
     @invariant()
@@ -269,7 +269,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def rows_are_completions_and_errors_and_not_run(self) -> None:
         for job in self.models:
-            status = self.store.status(job.job.job_id)
+            status = self.store.jobs.status(job.job.job_id)
             assert (status.completed, status.failed) == (len(job.rows - job.errors), len(job.errors))
             assert status.completed + status.failed + status.not_run == status.rows
             assert status.errors_by_code == ({"null_value": len(job.errors)} if job.errors else {})

@@ -11,9 +11,9 @@ from gristmill.jobs.records import Signal
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.claims import MAX_LOSSES
-from gristmill.jobs.store.shards import LEASE_S
+from gristmill.jobs.store.database import LEASE_S
+from gristmill.jobs.store.plans import MAX_PLANNERS_LOST
 from gristmill.jobs.store.store import Store
-from gristmill.jobs.store.submissions import MAX_PLANNERS_LOST
 from tests.jobs.cases import (
     ELSEWHERE,
     OFFER,
@@ -32,8 +32,8 @@ def test_the_lowest_shard_comes_first_and_each_once(store: Store, out: Path) -> 
     claims = [claim_next(store) for _ in range(3)]
     assert [claim.range.first_row for claim in claims] == [0, 4, 8]
     assert {claim.job_id for claim in claims} == {job.job_id}
-    assert store.claim_next(OFFER, OTHER_PLACE) is None
-    assert not store.has_work(OFFER)
+    assert store.claims.next(OFFER, OTHER_PLACE) is None
+    assert not store.claims.has_work(OFFER)
 
 
 def test_a_higher_priority_comes_first(store: Store, clock: Clock, tmp_path: Path) -> None:
@@ -76,18 +76,18 @@ def test_a_model_that_a_job_did_not_ask_for_gets_nothing(
 ) -> None:
     submit_job(store, out, 4)
     offer = OFFER._replace(**change)
-    assert not store.has_work(offer)
-    assert store.claim_next(offer, ELSEWHERE) is None
+    assert not store.claims.has_work(offer)
+    assert store.claims.next(offer, ELSEWHERE) is None
 
 
 def test_the_first_claim_pins_the_fingerprint(store: Store, out: Path) -> None:
     job = submit_job(store, out, 4, 4)
     other = OFFER._replace(fingerprint="e" * 32)
-    assert store.has_work(other)
+    assert store.claims.has_work(other)
     claim_next(store)
-    assert store.load_job(job.job_id).fingerprint == OFFER.fingerprint
-    assert not store.has_work(other)
-    assert store.claim_next(other, OTHER_PLACE) is None
+    assert store.jobs.load(job.job_id).fingerprint == OFFER.fingerprint
+    assert not store.claims.has_work(other)
+    assert store.claims.next(other, OTHER_PLACE) is None
     assert claim_next(store, OTHER_PLACE).range.shard_index == 1
 
 
@@ -95,21 +95,21 @@ def test_a_job_does_not_start_before_its_time_or_after_its_deadline(
     store: Store, clock: Clock, out: Path
 ) -> None:
     submit_job(store, out, 4, not_before="60s", deadline="120s")
-    assert not store.has_work(OFFER)
-    assert store.claim_next(OFFER, ELSEWHERE) is None
-    assert store.wanted_models() == []
+    assert not store.claims.has_work(OFFER)
+    assert store.claims.next(OFFER, ELSEWHERE) is None
+    assert store.claims.wanted_models() == []
     clock.now += 60
-    assert store.has_work(OFFER)
-    assert store.wanted_models() == [("null", "auto")]
+    assert store.claims.has_work(OFFER)
+    assert store.claims.wanted_models() == [("null", "auto")]
     clock.now += 60
-    assert store.claim_next(OFFER, ELSEWHERE) is None
+    assert store.claims.next(OFFER, ELSEWHERE) is None
 
 
 def test_only_jobs_in_progress_give_shards(store: Store, out: Path) -> None:
     job = submit_job(store, out)
-    assert store.claim_next(OFFER, ELSEWHERE) is None
-    store.refuse_plan(job.job_id, "no")
-    assert store.claim_next(OFFER, ELSEWHERE) is None
+    assert store.claims.next(OFFER, ELSEWHERE) is None
+    store.plans.refuse(job.job_id, "no")
+    assert store.claims.next(OFFER, ELSEWHERE) is None
 
 
 def test_the_shard_of_a_dead_worker_comes_before_later_ones(store: Store, clock: Clock, out: Path) -> None:
@@ -119,33 +119,33 @@ def test_the_shard_of_a_dead_worker_comes_before_later_ones(store: Store, clock:
     assert (again.shard_id, again.fence) == (dead.shard_id, 2)
     lapsed = claim_next(store, ELSEWHERE)
     clock.now += 50
-    store.heartbeat([again], {})
+    store.shards.heartbeat([again], {})
     clock.now += 11
     assert claim_next(store, OTHER_PLACE).shard_id == lapsed.shard_id
     assert claim_next(store, OTHER_PLACE).range.shard_index == 2
-    assert store.heartbeat([lapsed], {}).lost_shard_ids == {lapsed.shard_id}
+    assert store.shards.heartbeat([lapsed], {}).lost_shard_ids == {lapsed.shard_id}
 
 
 def test_a_job_whose_last_shard_was_abandoned_has_work(store: Store, clock: Clock, out: Path) -> None:
     submit_job(store, out, 4)
     claim_next(store)
-    assert not store.has_work(OFFER)
+    assert not store.claims.has_work(OFFER)
     clock.now += 61
-    assert store.has_work(OFFER)
-    assert store.wanted_models() == [("null", "auto")]
+    assert store.claims.has_work(OFFER)
+    assert store.claims.wanted_models() == [("null", "auto")]
 
 
 def test_a_heartbeat_tells_of_each_job(store: Store, clock: Clock, tmp_path: Path) -> None:
     first, second = (submit_job(store, tmp_path / name, 4) for name in "ab")
     claims = [claim_next(store), claim_next(store)]
-    store.request_cancel(second.job_id)
+    store.ends.request_cancel(second.job_id)
     clock.now += 50
-    beat = store.heartbeat(claims, {})
+    beat = store.shards.heartbeat(claims, {})
     assert beat.signal_by_job == {first.job_id: Signal.CONTINUE, second.job_id: Signal.CANCEL}
     assert beat.lost_shard_ids == frozenset()
     clock.now += 50
-    assert store.claim_next(OFFER, OTHER_PLACE) is None, "the leases were renewed"
-    assert store.touch_jobs([first.job_id, second.job_id, "job_gone"], ELSEWHERE) == {
+    assert store.claims.next(OFFER, OTHER_PLACE) is None, "the leases were renewed"
+    assert store.jobs.touch([first.job_id, second.job_id, "job_gone"], ELSEWHERE) == {
         first.job_id: Signal.CONTINUE,
         second.job_id: Signal.CANCEL,
         "job_gone": Signal.CANCEL,
@@ -159,22 +159,22 @@ def test_the_time_of_two_workers_passes_once(store: Store, storage: Storage, clo
     for _ in range(10):
         clock.now += 1
         for claim in claims:
-            store.heartbeat([claim], {})
+            store.shards.heartbeat([claim], {})
     finish_shard(store, storage, claims[0])
-    assert store.status(job.job_id).elapsed_s == 10
+    assert store.jobs.status(job.job_id).elapsed_s == 10
 
 
 def test_a_pause_without_workers_is_no_active_time(store: Store, clock: Clock, out: Path) -> None:
     job = submit_job(store, out, 4, 4)
     claim = claim_next(store)
     clock.now += 10
-    store.heartbeat([claim], {})
-    store.release_shard(claim)
+    store.shards.heartbeat([claim], {})
+    store.shards.release(claim)
     clock.now += 10_000
     claim = claim_next(store)
     clock.now += 5
-    store.heartbeat([claim], {})
-    assert store.status(job.job_id).elapsed_s == 15
+    store.shards.heartbeat([claim], {})
+    assert store.jobs.status(job.job_id).elapsed_s == 15
 
 
 def test_a_requeued_shard_keeps_its_rows_for_the_next_worker(
@@ -185,9 +185,9 @@ def test_a_requeued_shard_keeps_its_rows_for_the_next_worker(
     again = claim_next(store, OTHER_PLACE)
     assert again.part is not None and again.part.rows == 2
     finish_shard(store, storage, again)
-    assert store.status(job.job_id).completed == 6
-    assert store.load_job(job.job_id).state == JobState.IN_PROGRESS
-    assert store.jobs_to_finalize() == [job.job_id]
+    assert store.jobs.status(job.job_id).completed == 6
+    assert store.jobs.load(job.job_id).state == JobState.IN_PROGRESS
+    assert store.finalizing.waiting() == [job.job_id]
 
 
 def test_a_shard_that_ends_worker_after_worker_fails_and_the_others_go_on(
@@ -198,8 +198,8 @@ def test_a_shard_that_ends_worker_after_worker_fails_and_the_others_go_on(
         assert claim_next(store).range.shard_index == 0
         clock.now += LEASE_S + 1
     assert claim_next(store).range.shard_index == 1
-    assert store.status(job.job_id).shards == {"failed": 1, "running": 1}
-    assert "workers in a row ended" in (store.failed_shard_message(job.job_id) or "")
+    assert store.jobs.status(job.job_id).shards == {"failed": 1, "running": 1}
+    assert "workers in a row ended" in (store.shards.failure(job.job_id) or "")
 
 
 def test_losses_with_finished_rows_between_are_no_reason_to_give_up(
@@ -212,22 +212,22 @@ def test_losses_with_finished_rows_between_are_no_reason_to_give_up(
             assert commit_rows(store, storage, claim, i)
         clock.now += LEASE_S + 1
     assert claim_next(store).range.shard_index == 0
-    assert store.status(job.job_id).shards == {"running": 1}
+    assert store.jobs.status(job.job_id).shards == {"running": 1}
 
 
 def test_a_job_that_ends_planner_after_planner_fails(store: Store, out: Path, clock: Clock) -> None:
     job = submit_job(store, out)
     for _ in range(MAX_PLANNERS_LOST):
-        assert store.claim_plan(job.job_id, ELSEWHERE) is not None
+        assert store.plans.claim(job.job_id, ELSEWHERE) is not None
         clock.now += LEASE_S + 1
-    assert store.claim_plan(job.job_id, ELSEWHERE) is None
-    assert store.load_job(job.job_id).state == JobState.FAILED
-    assert "damaged input" in (store.load_job(job.job_id).message or "")
+    assert store.plans.claim(job.job_id, ELSEWHERE) is None
+    assert store.jobs.load(job.job_id).state == JobState.FAILED
+    assert "damaged input" in (store.jobs.load(job.job_id).message or "")
 
 
 def test_a_plan_that_was_given_back_is_not_a_lost_one(store: Store, out: Path) -> None:
     job = submit_job(store, out)
     for _ in range(3 * MAX_PLANNERS_LOST):
-        assert store.claim_plan(job.job_id, ELSEWHERE) is not None
-        store.release_plan(job.job_id, ELSEWHERE)
-    assert store.load_job(job.job_id).state == JobState.VALIDATING
+        assert store.plans.claim(job.job_id, ELSEWHERE) is not None
+        store.plans.release(job.job_id, ELSEWHERE)
+    assert store.jobs.load(job.job_id).state == JobState.VALIDATING

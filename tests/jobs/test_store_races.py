@@ -27,14 +27,14 @@ from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.store.store import open_store
 from tests.jobs.cases import OFFER
 with open_store(sys.argv[1]) as store:
-    store.register_worker(sys.argv[2], current_owner(), [], "1")
-    while claim := store.claim_next(OFFER, current_owner()):
-        store.heartbeat([claim], {})
+    store.workers.register(sys.argv[2], current_owner(), [], "1")
+    while claim := store.claims.next(OFFER, current_owner()):
+        store.shards.heartbeat([claim], {})
         if claim.range.shard_index % 3 == 0 and claim.fence == 1:
-            assert store.release_shard(claim)
+            assert store.shards.release(claim)
             continue
-        assert store.commit_shard(claim, None, ShardCounts(), JobStats(), complete=True)
-        store.beat_worker(sys.argv[2], [], 1, 1)
+        assert store.shards.commit(claim, None, ShardCounts(), JobStats(), complete=True)
+        store.workers.beat(sys.argv[2], [], 1, 1)
         print(claim.job_id, claim.range.shard_index)
 """
 
@@ -83,40 +83,40 @@ def test_processes_take_every_shard_of_every_job_once(
     done = Counter(line for output, _ in outputs for line in output.splitlines())
     assert done == Counter(f"{job_id} {index}" for job_id in job_ids for index in range(12))
     with open_store(store_url) as store:
-        assert sorted(store.jobs_to_finalize()) == sorted(job_ids)
-        assert {store.load_job(job_id).fingerprint for job_id in job_ids} == {OFFER.fingerprint}
-        with store._read() as (connection, _):
+        assert sorted(store.finalizing.waiting()) == sorted(job_ids)
+        assert {store.jobs.load(job_id).fingerprint for job_id in job_ids} == {OFFER.fingerprint}
+        with store.database.read() as (connection, _):
             outcomes = Counter(connection.scalars(select(attempts.c.outcome)))
     assert outcomes == {"done": 36, "requeued": 12}
 
 
 def test_one_key_submitted_at_once_is_one_job(store: Store, out: Path) -> None:
     spec = JobSpec(input=["x"], output=str(out), model="null")
-    found = at_once(8, lambda _: store.submit_job(spec, "key-1"))
+    found = at_once(8, lambda _: store.submissions.submit(spec, "key-1"))
     assert len({submitted.job.job_id for submitted in found}) == 1
     assert [submitted.is_new for submitted in found].count(True) == 1
 
 
 def test_one_of_many_planners_plans_and_one_starts(store: Store, out: Path) -> None:
     job = submit_job(store, out)
-    claimed = at_once(6, lambda _: store.claim_plan(job.job_id, current_owner()))
+    claimed = at_once(6, lambda _: store.plans.claim(job.job_id, current_owner()))
     assert sum(found is not None for found in claimed) == 1
     assert at_once(6, lambda _: start_job(store, job, *[1] * 50)).count(True) == 1
-    assert store.status(job.job_id).shards == {"queued": 50}
+    assert store.jobs.status(job.job_id).shards == {"queued": 50}
 
 
 def test_the_last_of_many_pieces_is_seen(store: Store, out: Path) -> None:
     job = submit_job(store, out)
-    store.save_pieces(job.job_id, SOURCES, [], b"", "i", build_pieces(8))
-    assert True in at_once(8, lambda index: store.save_piece(job.job_id, index, "[]"))
-    assert store.unplanned_pieces(job.job_id) == []
+    store.pieces.save_all(job.job_id, SOURCES, [], b"", "i", build_pieces(8))
+    assert True in at_once(8, lambda index: store.pieces.save(job.job_id, index, "[]"))
+    assert store.pieces.unplanned(job.job_id) == []
 
 
 def test_one_of_two_fingerprints_wins(store: Store, out: Path) -> None:
     job = submit_job(store, out, *[1] * 8)
     offers = [OFFER, OFFER._replace(fingerprint="e" * 32)]
-    claims = at_once(8, lambda index: store.claim_next(offers[index % 2], current_owner()))
-    fingerprint = store.load_job(job.job_id).fingerprint
+    claims = at_once(8, lambda index: store.claims.next(offers[index % 2], current_owner()))
+    fingerprint = store.jobs.load(job.job_id).fingerprint
     won = [offers[index % 2].fingerprint for index, claim in enumerate(claims) if claim is not None]
     assert won and set(won) == {fingerprint}
 
@@ -126,36 +126,36 @@ def test_a_stop_among_claims_ends_with_nothing_running(store: Store, out: Path) 
 
     def work(index: int) -> None:
         if index == 0:
-            store.stop_job(job.job_id, JobState.CANCELLED)
-            store.drain_stopped()
+            store.ends.stop(job.job_id, JobState.CANCELLED)
+            store.ends.drain_stopped()
             return
-        while claim := store.claim_next(OFFER, current_owner()):
+        while claim := store.claims.next(OFFER, current_owner()):
             complete = claim.range.shard_index % 2 == 0
-            store.commit_shard(
+            store.shards.commit(
                 claim, None, ShardCounts(), JobStats(), complete=complete, requeue=not complete
             )
 
     at_once(6, work)
-    store.drain_stopped()
-    status = store.status(job.job_id)
+    store.ends.drain_stopped()
+    status = store.jobs.status(job.job_id)
     assert status.state == "cancelled"
     assert set(status.shards) <= {"done", "cancelled"} and sum(status.shards.values()) == 30
 
 
 def test_drains_and_resumes_at_once_leave_a_job_that_can_end(store: Store, out: Path) -> None:
     job = submit_job(store, out, *[0] * 20)
-    store.stop_job(job.job_id, JobState.CANCELLED)
+    store.ends.stop(job.job_id, JobState.CANCELLED)
 
     def work(index: int) -> None:
         for _ in range(3):
             if index % 2:
-                store.drain_stopped()
+                store.ends.drain_stopped()
             else:
-                store.resume_job(job.job_id)
+                store.ends.resume(job.job_id)
 
     at_once(6, work)
-    state = store.load_job(job.job_id).state
-    shards = store.status(job.job_id).shards
+    state = store.jobs.load(job.job_id).state
+    shards = store.jobs.status(job.job_id).shards
     assert (state, shards) in [
         (JobState.IN_PROGRESS, {"queued": 20}),
         (JobState.CANCELLED, {"cancelled": 20}),
@@ -164,16 +164,16 @@ def test_drains_and_resumes_at_once_leave_a_job_that_can_end(store: Store, out: 
 
 def test_stops_and_resumes_at_once_each_count_once(store: Store, out: Path) -> None:
     job = submit_job(store, out, 1)
-    at_once(4, lambda _: store.stop_job(job.job_id, JobState.EXPIRED))
-    assert sum(len(ended) for ended in at_once(4, lambda _: store.drain_stopped())) == 1
-    assert at_once(4, lambda _: store.resume_job(job.job_id)) == [JobState.IN_PROGRESS] * 4
-    assert store.status(job.job_id).shards == {"queued": 1}
+    at_once(4, lambda _: store.ends.stop(job.job_id, JobState.EXPIRED))
+    assert sum(len(ended) for ended in at_once(4, lambda _: store.ends.drain_stopped())) == 1
+    assert at_once(4, lambda _: store.ends.resume(job.job_id)) == [JobState.IN_PROGRESS] * 4
+    assert store.jobs.status(job.job_id).shards == {"queued": 1}
 
 
 def test_one_of_many_senders_sends_a_notice(store: Store, out: Path) -> None:
     job = submit_job(store, out, on_complete="task")
-    store.refuse_plan(job.job_id, "no")
-    assert at_once(6, lambda _: store.notice_sent(job.job_id, 1)).count(True) == 1
+    store.plans.refuse(job.job_id, "no")
+    assert at_once(6, lambda _: store.notices.mark_sent(job.job_id, 1)).count(True) == 1
 
 
 def test_stats_of_shards_done_at_once_add_up(store: Store, out: Path) -> None:
@@ -181,10 +181,10 @@ def test_stats_of_shards_done_at_once_add_up(store: Store, out: Path) -> None:
     stats = JobStats(finish_reasons={"stop": 1})
 
     def work(_: int) -> None:
-        while claim := store.claim_next(OFFER, current_owner()):
-            assert store.commit_shard(claim, None, ShardCounts(), stats, complete=True)
+        while claim := store.claims.next(OFFER, current_owner()):
+            assert store.shards.commit(claim, None, ShardCounts(), stats, complete=True)
 
     at_once(6, work)
-    assert store.status(job.job_id).finish_reasons == {"stop": 24}
-    finalizers = at_once(6, lambda _: store.jobs_to_finalize())
+    assert store.jobs.status(job.job_id).finish_reasons == {"stop": 24}
+    finalizers = at_once(6, lambda _: store.finalizing.waiting())
     assert finalizers == [[job.job_id]] * 6

@@ -32,13 +32,13 @@ def test_a_job_is_finalized_once_its_last_shard_ended(
     job = submit_job(store, out, 2, 2, 2)
     submit_job(store, tmp_path / "planning")
     finish_shard(store, storage, claim_next(store))
-    store.fail_shard(claim_next(store), "no luck")
+    store.shards.fail(claim_next(store), "no luck")
     last = claim_next(store)
-    assert store.jobs_to_finalize() == []
+    assert store.finalizing.waiting() == []
     finish_shard(store, storage, last)
-    assert store.jobs_to_finalize() == [job.job_id]
+    assert store.finalizing.waiting() == [job.job_id]
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.FAILED
-    assert store.jobs_to_finalize() == []
+    assert store.finalizing.waiting() == []
 
 
 def test_a_finalizer_that_is_gone_is_followed(
@@ -46,24 +46,24 @@ def test_a_finalizer_that_is_gone_is_followed(
 ) -> None:
     job = submit_job(store, out, 2)
     run_queue(store, storage)
-    assert store.claim_finalize(job.job_id, ELSEWHERE)
-    assert store.jobs_to_finalize() == []
+    assert store.finalizing.claim(job.job_id, ELSEWHERE)
+    assert store.finalizing.waiting() == []
     clock.now += 61
-    assert store.jobs_to_finalize() == [job.job_id]
-    assert store.claim_finalize(job.job_id, dead_owner())
-    assert store.jobs_to_finalize() == [job.job_id]
-    assert store.claim_finalize(job.job_id, current_owner())
-    assert store.jobs_to_finalize() == []
+    assert store.finalizing.waiting() == [job.job_id]
+    assert store.finalizing.claim(job.job_id, dead_owner())
+    assert store.finalizing.waiting() == [job.job_id]
+    assert store.finalizing.claim(job.job_id, current_owner())
+    assert store.finalizing.waiting() == []
 
 
 def test_the_submitter_hears_of_the_end_until_it_says_so(
     store: Store, storage: Storage, clock: Clock, out: Path
 ) -> None:
     job = submit_job(store, out, 10, on_complete="pipeline.done@mine", key="key-1")
-    assert store.due_notices() == []
+    assert store.notices.due() == []
     run_queue(store, storage)
     finalize_job(store, storage, job.job_id, ELSEWHERE)
-    (notice,) = store.due_notices()
+    (notice,) = store.notices.due()
     assert notice == Notice(
         job.job_id,
         "pipeline.done",
@@ -83,65 +83,65 @@ def test_the_submitter_hears_of_the_end_until_it_says_so(
         },
     )
     for number, delay in enumerate((15, 60, 300, 1800, 7200, 43200), start=1):
-        assert [due.number for due in store.due_notices()] == [number]
-        assert store.notice_sent(job.job_id, number)
-        assert not store.notice_sent(job.job_id, number), "one of two senders wins"
+        assert [due.number for due in store.notices.due()] == [number]
+        assert store.notices.mark_sent(job.job_id, number)
+        assert not store.notices.mark_sent(job.job_id, number), "one of two senders wins"
         clock.now += delay - 1
-        assert store.due_notices() == []
+        assert store.notices.due() == []
         clock.now += 1
-    assert store.notice_sent(job.job_id, 7)
+    assert store.notices.mark_sent(job.job_id, 7)
     clock.now += 10**9
-    assert store.due_notices() == []
-    assert not store.acknowledge(job.job_id)
+    assert store.notices.due() == []
+    assert not store.notices.acknowledge(job.job_id)
 
 
 def test_an_acknowledged_notice_is_not_sent_again(
     store: Store, storage: Storage, clock: Clock, out: Path
 ) -> None:
     job = submit_job(store, out, 10, on_complete="pipeline.done")
-    assert not store.acknowledge(job.job_id), "nothing was sent yet"
+    assert not store.notices.acknowledge(job.job_id), "nothing was sent yet"
     run_queue(store, storage)
     finalize_job(store, storage, job.job_id, ELSEWHERE)
-    assert store.due_notices()[0].queue == "gristmill.callbacks"
-    store.notice_sent(job.job_id, 1)
-    assert store.acknowledge(job.job_id)
+    assert store.notices.due()[0].queue == "gristmill.callbacks"
+    store.notices.mark_sent(job.job_id, 1)
+    assert store.notices.acknowledge(job.job_id)
     clock.now += 10**6
-    assert store.due_notices() == []
-    store.retry_failed(job.job_id)
+    assert store.notices.due() == []
+    store.ends.retry_failed(job.job_id)
     run_queue(store, storage)
     finalize_job(store, storage, job.job_id, ELSEWHERE)
-    assert store.due_notices()[0].number == 1, "the retry has an end of its own"
+    assert store.notices.due()[0].number == 1, "the retry has an end of its own"
 
 
 def test_every_kind_of_end_is_told(store: Store, clock: Clock, tmp_path: Path) -> None:
     cancelled = submit_job(store, tmp_path / "a", 4, on_complete="t")
-    store.request_cancel(cancelled.job_id)
-    store.drain_stopped()
+    store.ends.request_cancel(cancelled.job_id)
+    store.ends.drain_stopped()
     refused = submit_job(store, tmp_path / "b", on_complete="t")
-    store.refuse_plan(refused.job_id, "no such file")
+    store.plans.refuse(refused.job_id, "no such file")
     replaced = submit_job(store, tmp_path / "c", 4, on_complete="t")
     clock.now += 1
-    store.take_over_output(submit_job(store, tmp_path / "c").job_id)
+    store.plans.take_over_output(submit_job(store, tmp_path / "c").job_id)
     submit_job(store, tmp_path / "d", 4)
-    told = {notice.job_id: notice.payload["state"] for notice in store.due_notices()}
+    told = {notice.job_id: notice.payload["state"] for notice in store.notices.due()}
     assert told == {cancelled.job_id: "cancelled", refused.job_id: "failed", replaced.job_id: "cancelled"}
-    store.resume_job(cancelled.job_id)
-    assert cancelled.job_id not in {notice.job_id for notice in store.due_notices()}
+    store.ends.resume(cancelled.job_id)
+    assert cancelled.job_id not in {notice.job_id for notice in store.notices.due()}
 
 
 def test_local_jobs_tell_nobody(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 0, on_complete="task")
-    store.fail_job(job.job_id, "no")
-    assert store.due_notices() == []
+    store.ends.fail(job.job_id, "no")
+    assert store.notices.due() == []
 
 
 def test_workers_are_busy_idle_stopped_or_lost(store: Store, clock: Clock) -> None:
-    store.register_worker("w1", ELSEWHERE, [NULL, OTHER], "1.2")
+    store.workers.register("w1", ELSEWHERE, [NULL, OTHER], "1.2")
     clock.now += 1
-    store.register_worker("w2", OTHER_PLACE, [OTHER], "1.2")
-    store.register_worker("w0", dead_owner(), [NULL], "1.2")
-    assert store.beat_worker("w1", [NULL, OTHER], 2, 300)
-    workers = {worker.worker_id: worker for worker in store.list_workers()}
+    store.workers.register("w2", OTHER_PLACE, [OTHER], "1.2")
+    store.workers.register("w0", dead_owner(), [NULL], "1.2")
+    assert store.workers.beat("w1", [NULL, OTHER], 2, 300)
+    workers = {worker.worker_id: worker for worker in store.workers.load_all()}
     assert {name: worker.state for name, worker in workers.items()} == {
         "w0": "lost",
         "w1": "busy",
@@ -149,17 +149,17 @@ def test_workers_are_busy_idle_stopped_or_lost(store: Store, clock: Clock) -> No
     }
     assert (workers["w1"].models, workers["w1"].num_rows_in_flight) == ((NULL, OTHER), 300)
     assert (workers["w1"].owner, workers["w1"].version) == (ELSEWHERE, "1.2")
-    store.stop_worker("w1", "the canary died")
+    store.workers.stop("w1", "the canary died")
     clock.now += 61
-    store.register_worker("w3", OTHER_PLACE, [NULL], "1.2")
-    states = {worker.worker_id: (worker.state, worker.message) for worker in store.list_workers()}
+    store.workers.register("w3", OTHER_PLACE, [NULL], "1.2")
+    states = {worker.worker_id: (worker.state, worker.message) for worker in store.workers.load_all()}
     assert (states["w1"], states["w2"]) == (("stopped", "the canary died"), ("lost", None))
-    assert store.known_models() == {"null": {"f" * 32}}
+    assert store.workers.known_models() == {"null": {"f" * 32}}
 
 
 def test_a_forgotten_worker_registers_again(store: Store, clock: Clock) -> None:
-    assert not store.beat_worker("w1", [NULL], 0, 0)
+    assert not store.workers.beat("w1", [NULL], 0, 0)
     for _ in range(2):
-        store.register_worker("w1", ELSEWHERE, [NULL], "1")
-    store.register_worker("w2", ELSEWHERE, [NULL._replace(fingerprint="d" * 32)], "1")
-    assert store.known_models() == {"null": {"f" * 32, "d" * 32}}
+        store.workers.register("w1", ELSEWHERE, [NULL], "1")
+    store.workers.register("w2", ELSEWHERE, [NULL._replace(fingerprint="d" * 32)], "1")
+    assert store.workers.known_models() == {"null": {"f" * 32, "d" * 32}}

@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from sqlalchemy import insert, text, update
 
+from examples.cluster.servers import PostgresServer
 from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import JobRecord
 from gristmill.jobs.stats import JobStats
@@ -27,7 +28,6 @@ from tests.jobs.cases import (
     create_job,
     run_all,
 )
-from tests.servers import PostgresServer
 
 SAME_NAMES = (
     *("job_id", "idempotency_key", "state", "message", "model", "runner", "priority", "output"),
@@ -39,14 +39,14 @@ IN_CONTAINER = Owner("mill-7/4026531836", "boot", 7, 7)
 
 
 def read_view(store: Store, view: str, where: str = "") -> list[dict[str, Any]]:
-    with store._read() as (connection, _):
+    with store.database.read() as (connection, _):
         return [dict(row) for row in connection.execute(text(f"SELECT * FROM {view} {where}")).mappings()]
 
 
 def check_same(store: Store, job: JobRecord) -> dict[str, Any]:
     """Compares the job's line in job_progress with its status, number by number; returns the line."""
     (line,) = read_view(store, "job_progress", f"WHERE job_id = '{job.job_id}'")
-    status = store.status(job.job_id)
+    status = store.jobs.status(job.job_id)
     assert {name: line[name] for name in SAME_NAMES} == {name: getattr(status, name) for name in SAME_NAMES}
     assert line["cached_share"] == status.saved_tokens_share
     states = ("queued", "running", "done", "failed", "cancelled")
@@ -70,14 +70,14 @@ def test_the_progress_of_a_job_is_that_of_its_status_at_every_stage(
     line = check_same(store, job)
     assert (line["rows_done"], line["rows_per_s"], line["eta_s"]) == (10, 1.25, 16)
     assert (line["priority"], line["inputs"]) == ("high", 1)
-    with store._write() as (connection, _):
+    with store.database.write() as (connection, _):
         connection.execute(update(shards).where(shards.c.id == claim.shard_id).values(rows_reported=16))
     assert check_same(store, job)["rows_done"] == 16
     assert commit_rows(store, storage, claim, *range(10, 20), complete=True)
     run_all(store, storage, job)
     line = check_same(store, job)
     assert line["not_run"] == 0
-    measured = store.status(job.job_id).percentiles
+    measured = store.jobs.status(job.job_id).percentiles
     assert {name: line[name] for name in PERCENTILE_COLUMNS} == {
         f"{measure}_{label}": value for measure, values in measured.items() for label, value in values.items()
     }
@@ -98,15 +98,15 @@ def test_a_job_of_a_process_that_works_now_counts_the_time_since_its_last_word(
             change_job(store, job, runner=runner, owner=owner)
             (line,) = read_view(store, "job_progress")
             assert line["elapsed_s"] == pytest.approx(30, abs=3)
-            assert store.status(job.job_id).elapsed_s == pytest.approx(line["elapsed_s"], abs=3)
+            assert store.jobs.status(job.job_id).elapsed_s == pytest.approx(line["elapsed_s"], abs=3)
         change_job(store, job, owner_seen_at=time.time() - 5000)
         assert read_view(store, "job_progress")[0]["elapsed_s"] == 70
-        assert store.status(job.job_id).elapsed_s == 70
+        assert store.jobs.status(job.job_id).elapsed_s == 70
 
 
 def test_a_job_that_has_no_shards_yet_has_no_numbers(store: Store) -> None:
     values = dict.fromkeys(("identity", "fingerprint", "model", "output"), "") | {"part_schema": b""}
-    with store._write() as (connection, now):
+    with store.database.write() as (connection, now):
         connection.execute(
             insert(jobs).values(
                 id="job_new",
@@ -157,7 +157,7 @@ def test_attempts_name_the_worker_and_how_they_ended(
 def test_error_rows_are_counted_by_code_over_all_shards(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 30, 30, 5)
     run_all(store, storage, job)
-    with store._write() as (connection, _):
+    with store.database.write() as (connection, _):
         stats = JobStats(errors_by_code={"too_long": 2, "null_value": 1}).to_json()
         connection.execute(update(shards).where(shards.c.shard_index == 1).values(stats=stats))
     lines = read_view(store, "row_errors_by_code", "ORDER BY error_code")
@@ -196,7 +196,7 @@ def test_workers_are_busy_idle_stopped_or_lost(store: Store) -> None:
         {"id": "w3", **row, "stopped_at": now - 5, "message": "the canary died"},
         {"id": "w4", **row, "seen_at": now - 90, "num_shards": 1},
     ]
-    with store._write() as (connection, _):
+    with store.database.write() as (connection, _):
         connection.execute(insert(workers), rows)
     lines = read_view(store, "worker_status", "ORDER BY worker_id")
     assert [line["state"] for line in lines] == ["busy", "idle", "stopped", "lost"]

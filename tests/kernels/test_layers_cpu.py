@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from gristmill.engine.config import BLOCK_SIZE, ModelConfig
+from gristmill.engine.build import random_weights
+from gristmill.engine.config import ModelConfig
 from gristmill.engine.model.decoder import Model
-from gristmill.engine.model.random_weights import random_weights
 from gristmill.engine.quantize.rtn import quantize_rtn
+from gristmill.kernels.contract import AttentionBatch, Backend, KVCache, KVScales, LayerStack
+from gristmill.kernels.cpu.backend import CpuBackend
 from gristmill.kernels.cpu.features import detect_level
+from gristmill.kernels.cpu.layers import CompiledStack
 from gristmill.kernels.cpu.library import CpuKernels, load_library
-from gristmill.kernels.ops import AttentionBatch, KVCache, KVScales
+from gristmill.kernels.torch.backend import TorchBackend
 
 PLAIN = ModelConfig(
     architecture="llama",
@@ -41,11 +44,11 @@ STEPS = [([0, 0], [21, 5]), ([21, 5], [22, 6]), ([22, 6], [39, 7])]
 KEPT = [[20, 25], [], [3, 16, 17]]  # some rows of each step
 
 
-def kernels_or_skip() -> CpuKernels:
+def backend_or_skip() -> CpuBackend:
     """A library that can't be built is an error: only a CPU without AVX2 skips, and in CI test_cpu_library.py fails."""
     if detect_level() == "none":
         pytest.skip("this CPU has no AVX2")
-    return CpuKernels("avx2", load_library("avx2"))
+    return CpuBackend(CpuKernels("avx2", load_library("avx2")))
 
 
 def make_weights(config: ModelConfig, dtype: torch.dtype, change):
@@ -63,32 +66,26 @@ def step(
     """One step of two sequences with blocks of their own: tokens starts[i]:lengths[i] of each."""
     counts = np.array(lengths) - starts
     tables = np.arange(NUM_BLOCKS, dtype=np.int32).reshape(2, -1)
-    positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, lengths, strict=True)])
-    rows = np.repeat([0, 1], counts)
-    slots = tables[rows, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
     loc = np.concatenate([[0], np.cumsum(counts)])
     batch = AttentionBatch(loc, np.array(lengths), tables, sliding_window=model.config.sliding_window)
-    ids = torch.from_numpy((7 * positions + 3 * rows + 1) % 96)
-    positions, slots = torch.from_numpy(positions), torch.from_numpy(slots)
+    ids = (7 * batch.positions() + 3 * np.repeat([0, 1], counts) + 1) % 96
+    chosen = None if kept is None else np.array(kept, np.int64)
     with torch.inference_mode():
-        chosen = None if kept is None else torch.tensor(kept, dtype=torch.int64)
-        return model.forward(ids, positions, slots, cache, cache.plan(batch), chosen)
+        return model.forward(model.build_input(ids, batch, cache, chosen), cache)
 
 
-def check_same(
-    config: ModelConfig, kernels: CpuKernels, change, dtype=torch.float32, kv=torch.float32
-) -> None:
-    model = Model(config, make_weights(config, dtype, change), dtype, 128, kernels)
-    assert model._compiled is not None
+def check_same(config: ModelConfig, backend: Backend, change, dtype=torch.float32, kv=torch.float32) -> None:
+    model = Model(config, make_weights(config, dtype, change), dtype, 128, backend)
+    compiled = model.stack
+    assert isinstance(compiled, CompiledStack)
     scales = None
     if kv == torch.float8_e4m3fn:
         shape = (config.num_layers, config.num_kv_heads)
         scales = KVScales(*(2.0 ** torch.arange(-8, -2).float().view(shape) * factor for factor in (1, 2)))
-    size = (config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    cache = KVCache(*size, kv, torch.device("cpu"), kernels, scales)
+    cache = backend.kv_cache(model.kv_spec(kv, scales), NUM_BLOCKS)
     found = []
-    for compiled in (model._compiled, None):
-        model._compiled = compiled
+    loop = LayerStack(backend, model.layers, model.rope, config.rms_norm_eps, model.padded_rows)
+    for model.stack in (compiled, loop):
         own = cache.like(NUM_BLOCKS)
         found.append([step(model, own, *each) for each in STEPS])
         own = cache.like(NUM_BLOCKS)
@@ -116,39 +113,40 @@ def to_codes(kind: str, group_size: int | None, where: str = "_proj.weight"):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_float_layers_in_one_call_give_the_same_bits(name: str) -> None:
-    check_same(CONFIGS[name], kernels_or_skip(), keep)
+    check_same(CONFIGS[name], backend_or_skip(), keep)
 
 
 def test_bfloat16_weights_and_cache_too() -> None:
-    check_same(PLAIN, kernels_or_skip(), keep, torch.bfloat16, torch.bfloat16)
+    check_same(PLAIN, backend_or_skip(), keep, torch.bfloat16, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("kind", "group_size"), [("int4", 32), ("int8", None), ("fp8", None)])
 def test_weights_in_codes_too(kind: str, group_size: int | None) -> None:
-    check_same(CONFIGS["biases"], kernels_or_skip(), to_codes(kind, group_size))
+    check_same(CONFIGS["biases"], backend_or_skip(), to_codes(kind, group_size))
 
 
 @pytest.mark.parametrize("where", ["v_proj.weight", "q_proj.weight", "down_proj.weight"])
 def test_layers_of_unlike_parts_too(where: str) -> None:
-    check_same(CONFIGS["biases"], kernels_or_skip(), to_codes("int8", None, where))
+    check_same(CONFIGS["biases"], backend_or_skip(), to_codes("int8", None, where))
 
 
 def test_an_fp8_cache_has_scales_of_each_layer() -> None:
-    check_same(PLAIN, kernels_or_skip(), keep, kv=torch.float8_e4m3fn)
+    check_same(PLAIN, backend_or_skip(), keep, kv=torch.float8_e4m3fn)
 
 
 def test_lanes_of_512_bits_too() -> None:
-    kernels_or_skip()
-    kernels = CpuKernels("avx2", load_library("avx512", emulate=True))
-    check_same(CONFIGS["head norms"], kernels, to_codes("int4", 32))
+    backend_or_skip()
+    backend = CpuBackend(CpuKernels("avx2", load_library("avx512", emulate=True)))
+    check_same(CONFIGS["head norms"], backend, to_codes("int4", 32))
 
 
 def test_what_the_kernels_do_not_run_is_left_to_the_layers_themselves() -> None:
-    kernels = kernels_or_skip()
+    backend, odd = backend_or_skip(), dataclasses.replace(PLAIN, head_dim=24)
     gate = to_codes("int8", None, "gate_proj.weight")  # its factor up is float: not one pass
-    assert (
-        Model(PLAIN, make_weights(PLAIN, torch.float32, gate), torch.float32, 128, kernels)._compiled is None
-    )
-    assert Model(PLAIN, make_weights(PLAIN, torch.float32, keep), torch.float32, 128)._compiled is None
-    odd = dataclasses.replace(PLAIN, head_dim=24)
-    assert Model(odd, make_weights(odd, torch.float32, keep), torch.float32, 128, kernels)._compiled is None
+    for config, change, runs_on in (
+        (PLAIN, gate, backend),
+        (PLAIN, keep, TorchBackend()),
+        (odd, keep, backend),
+    ):
+        model = Model(config, make_weights(config, torch.float32, change), torch.float32, 128, runs_on)
+        assert type(model.stack) is LayerStack

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from gristmill.kernels import ops, reference
-from gristmill.kernels.cpu import library as cpu_library
-from gristmill.kernels.cpu import paged as paged_cpu
+from gristmill.kernels import contract, reference
+from gristmill.kernels.cpu.backend import CpuBackend
 from gristmill.kernels.cpu.features import detect_level
+from gristmill.kernels.cpu.library import CpuKernels, load_library
+from gristmill.kernels.cpu.paged import BLOCK_SIZE as BLOCK
+from gristmill.kernels.cpu.paged import PagedKVCache
 
 pytestmark = pytest.mark.skipif(detect_level() == "none", reason="this CPU has no AVX2")
-BLOCK = paged_cpu.BLOCK_SIZE
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +24,14 @@ def backend():
 
 
 def make_backend(level, emulate=False):
-    library = cpu_library.load_library(level, emulate)
-    return paged_cpu.PagedCpu(cpu_library.CpuKernels(level, library))
+    return CpuBackend(CpuKernels(level, load_library(level, emulate)))
+
+
+def make_cache(
+    backend, num_layers=1, num_blocks=2, heads=2, kv_heads=1, dim=16, dtype=torch.float32, scales=None
+):
+    spec = contract.KVSpec(num_layers, heads, kv_heads, dim, BLOCK, dtype, scales)
+    return backend.kv_cache(spec, num_blocks)
 
 
 class Step:
@@ -48,7 +57,7 @@ class Step:
                 self.tables[i, block : block + num] = self.tables[first, block : block + num]
                 tokens = slice(block * BLOCK, (block + num) * BLOCK)
                 self.kv[i][tokens] = self.kv[first][tokens]
-        self.groups = tuple(ops.PrefixGroup(*g) for g in groups)
+        self.groups = tuple(contract.PrefixGroup(*g) for g in groups)
 
     def random(self, *shape):
         return torch.randn(*shape, generator=self.generator).to(self.dtype)
@@ -58,22 +67,22 @@ class Step:
         return torch.from_numpy(self.tables[i])[token // BLOCK].long() * BLOCK + token % BLOCK
 
     def fill(self, backend, kv_dtype, poison=False):
-        """Storage with all sequences' keys and values; poison: every slot held NaN before."""
-        storage = self.allocate(backend, kv_dtype or self.dtype)
+        """A cache with all sequences' keys and values; poison: every slot held NaN before."""
+        cache = self.allocate(backend, kv_dtype or self.dtype)
         if poison:
-            storage.keys.fill_(float("nan"))
-            storage.values.fill_(float("nan"))
-        no_turn = ops.RopeTables(torch.ones(1, self.dim // 2), torch.zeros(1, self.dim // 2))
+            cache.keys.fill_(float("nan"))
+            cache.values.fill_(float("nan"))
+        no_turn = contract.RopeTables(torch.ones(1, self.dim // 2), torch.zeros(1, self.dim // 2))
         for i, n in enumerate(self.lens):
             qkv = torch.cat(
                 [torch.zeros(n, self.heads, self.dim, dtype=self.dtype), *self.kv[i].unbind(1)], 1
             )
             positions = torch.zeros(n, dtype=torch.int64)
-            backend.append(storage, 1, qkv.flatten(1), no_turn, positions, self.slots(i), self.heads)
-        return storage
+            cache.append(1, qkv.flatten(1), no_turn, positions, self.slots(i))
+        return cache
 
     def allocate(self, backend, kv_dtype):
-        return backend.allocate_kv(2, self.num_blocks, BLOCK, self.kv_heads, self.dim, kv_dtype)
+        return make_cache(backend, 2, self.num_blocks, self.heads, self.kv_heads, self.dim, kv_dtype)
 
     def kept(self, kv, kv_dtype):
         """What the cache makes of keys and values kv: [num_tokens, 2, kv_heads, dim]."""
@@ -81,17 +90,16 @@ class Step:
 
     def batch(self, window=None):
         starts = np.concatenate([[0], np.cumsum(self.new)]).astype(np.int64)
-        return ops.AttentionBatch(
+        return contract.AttentionBatch(
             starts, np.array(self.lens, dtype=np.int64), self.tables, self.groups, window
         )
 
     def run(self, backend, kv_dtype=None, window=None, padding=3, poison=False):
         """(the kernel's output, the reference's) of layer 1."""
-        storage = self.fill(backend, kv_dtype, poison)
+        cache = self.fill(backend, kv_dtype, poison)
         q = torch.cat([*self.queries, torch.ones(padding, self.heads, self.dim, dtype=self.dtype)])
         qkv = torch.cat([q, torch.zeros(len(q), 2 * self.kv_heads, self.dim, dtype=self.dtype)], 1).flatten(1)
-        plan = backend.plan(self.batch(window), BLOCK)
-        out = backend.attend(storage, 1, qkv, plan, self.dim**-0.5, self.heads)
+        out = cache.attend(1, qkv, cache.plan(self.batch(window)), self.dim**-0.5)
         assert out.dtype == self.dtype and (out[len(q) - padding :] == 0).all()
         stored = [self.kept(kv, kv_dtype or self.dtype) for kv in self.kv]
         want = [
@@ -185,11 +193,11 @@ def test_a_query_that_is_not_a_number_spoils_its_own_row_only(backend):
 
 
 def test_a_step_without_rows_is_empty(backend):
-    storage = backend.allocate_kv(1, 2, BLOCK, 1, 16, torch.float32)
-    batch = ops.AttentionBatch(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros((0, 1), np.int32))
-    plan = backend.plan(batch, BLOCK)
-    assert backend.attend(storage, 0, torch.zeros(0, 4 * 16), plan, 1.0, 2).shape == (0, 2 * 16)
-    assert backend.attend(storage, 0, torch.ones(2, 4 * 16), plan, 1.0, 2).abs().sum() == 0
+    cache = make_cache(backend)
+    batch = contract.AttentionBatch(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros((0, 1), np.int32))
+    plan = cache.plan(batch)
+    assert cache.attend(0, torch.zeros(0, 4 * 16), plan, 1.0).shape == (0, 2 * 16)
+    assert cache.attend(0, torch.ones(2, 4 * 16), plan, 1.0).abs().sum() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -204,56 +212,49 @@ def test_appending_norms_rotates_and_stores(backend, dtype, normed):
     norms = None
     q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
     if normed:
-        norms = ops.HeadNorms(*torch.randn(2, dim, generator=generator), 1e-6)
+        norms = contract.HeadNorms(*torch.randn(2, dim, generator=generator), 1e-6)
         q, k = reference.rms_norm(q.float(), norms.q, 1e-6), reference.rms_norm(k.float(), norms.k, 1e-6)
     cos, sin = angles.cos()[positions][:, None], angles.sin()[positions][:, None]
-    want = torch.cat([rotated(q, cos, sin), rotated(k, cos, sin), v.float()], 1)
+    want = torch.cat([reference.rope(q.float(), cos, sin), reference.rope(k.float(), cos, sin), v.float()], 1)
 
-    storage = backend.allocate_kv(1, 4, BLOCK, kv_heads, dim, dtype)
+    cache = make_cache(backend, 1, 4, heads, kv_heads, dim, dtype)
     got = qkv.flatten(1).clone()
-    tables = ops.RopeTables(angles.cos(), angles.sin())
-    backend.append(storage, 0, got, tables, positions, slots, heads, norms)
+    tables = contract.RopeTables(angles.cos(), angles.sin())
+    cache.append(0, got, tables, positions, slots, norms)
     got = got.unflatten(1, (-1, dim))
     tolerance = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=4e-2, rtol=2e-2)
     torch.testing.assert_close(got[:num_tokens].float(), want[:num_tokens], **tolerance)
     assert torch.equal(got[num_tokens:], qkv[num_tokens:])
-    keys, values = unpacked(storage)
+    keys, values = unpacked(cache)
     stored = torch.cat([keys[slots], values[slots]], 1)
     assert torch.equal(stored, got[:num_tokens, heads:])
 
 
 def test_blocks_are_copied_in_every_layer_pair_after_pair(backend):
     for dtype in (torch.float32, torch.bfloat16):
-        storage = backend.allocate_kv(3, 6, BLOCK, 2, 16, dtype)
-        storage.keys.copy_(torch.randn(storage.keys.shape))
-        storage.values.copy_(torch.randn(storage.values.shape))
-        want = [t.clone() for t in (storage.keys, storage.values)]
+        cache = make_cache(backend, 3, 6, 2, 2, 16, dtype)
+        cache.keys.copy_(torch.randn(cache.keys.shape))
+        cache.values.copy_(torch.randn(cache.values.shape))
+        want = [t.clone() for t in (cache.keys, cache.values)]
         for t in want:
             t[4] = t[1]
             t[5] = t[4]
-        backend.copy_blocks(storage, np.array([[1, 4], [4, 5]], dtype=np.int32))
-        assert torch.equal(storage.keys, want[0]) and torch.equal(storage.values, want[1])
+        cache.copy_blocks(np.array([[1, 4], [4, 5]], dtype=np.int32))
+        assert torch.equal(cache.keys, want[0]) and torch.equal(cache.values, want[1])
 
 
 @pytest.mark.parametrize(
     "size", [dict(block_size=32), dict(head_dim=24), dict(head_dim=272), dict(dtype=torch.float16)], ids=str
 )
 def test_storage_the_kernels_cannot_read_is_refused(backend, size):
-    arguments = dict(
-        num_layers=1, num_blocks=2, block_size=BLOCK, num_kv_heads=1, head_dim=16, dtype=torch.float32
-    )
+    spec = dataclasses.replace(contract.KVSpec(1, 1, 1, 16, BLOCK, torch.float32), **size)
     with pytest.raises(ValueError, match="kernels take"):
-        backend.allocate_kv(**(arguments | size))
-
-
-def rotated(x, cos, sin):
-    a, b = x.float().chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        PagedKVCache(backend, backend.library, spec, 2)
 
 
 def unpacked(storage):
     """Layer 0's keys and values by slot: [num_slots, kv_heads, head_dim]."""
-    kv_heads, dim = storage.keys.shape[2], storage.head_dim
+    kv_heads, dim = storage.keys.shape[2], storage.spec.head_dim
     keys, values = (
         storage.keys[:, 0].transpose(0, 1),
         storage.values[:, 0].transpose(0, 1),

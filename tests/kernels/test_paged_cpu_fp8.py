@@ -6,21 +6,22 @@ import numpy as np
 import pytest
 import torch
 
-from gristmill.kernels import ops, reference
+from gristmill.kernels import contract, reference
 from gristmill.kernels.cpu.features import detect_level
-from gristmill.kernels.torch import attention as attention_cpu
-from tests.kernels.test_paged_cpu import BLOCK, CASES, WINDOWS, Step, make_backend
+from gristmill.kernels.torch.attention import TorchKVCache
+from gristmill.kernels.torch.backend import TorchBackend
+from tests.kernels.test_paged_cpu import BLOCK, CASES, WINDOWS, Step, make_backend, make_cache
 
 FP8 = torch.float8_e4m3fn
 FINITE_CODES = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
-NO_TURN = ops.RopeTables(torch.ones(1, 128), torch.zeros(1, 128))
+NO_TURN = contract.RopeTables(torch.ones(1, 128), torch.zeros(1, 128))
 TOLERANCE = dict(atol=2e-6, rtol=1e-5)
 needs_avx2 = pytest.mark.skipif(detect_level() == "none", reason="this CPU has no AVX2")
 
 
 @pytest.fixture(scope="module", params=[pytest.param("avx2", marks=needs_avx2), "torch"])
 def backend(request):
-    return attention_cpu if request.param == "torch" else make_backend("avx2")
+    return TorchBackend() if request.param == "torch" else make_backend("avx2")
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,11 @@ class Fp8Step(Step):
     def __init__(self, *args, exact=False, **settings):
         super().__init__(*args, **settings)
         scales = torch.rand(2, 2, self.kv_heads, generator=self.generator) * 0.05 + 0.002
-        self.scales = ops.KVScales(*(scales.log2().round().exp2() if exact else scales))
+        self.scales = contract.KVScales(*(scales.log2().round().exp2() if exact else scales))
 
     def allocate(self, backend, kv_dtype):
-        sizes = (2, self.num_blocks, BLOCK, self.kv_heads, self.dim)
-        if kv_dtype == FP8:
-            return backend.allocate_kv(*sizes, FP8, self.scales)
-        return backend.allocate_kv(*sizes, kv_dtype)
+        scales = self.scales if kv_dtype == FP8 else None
+        return make_cache(backend, 2, self.num_blocks, self.heads, self.kv_heads, self.dim, kv_dtype, scales)
 
     def kept(self, kv, kv_dtype):
         sides = zip(kv.unbind(1), self.scales, strict=True)
@@ -48,32 +47,32 @@ class Fp8Step(Step):
 
 
 def append_rows(backend, rows, scale, kv_dtype=FP8):
-    """(storage, keys, values) of one sequence and one KV head, rows before the rotation: [num_tokens, dim].
+    """(cache, keys, values) of one sequence and one KV head, rows before the rotation: [num_tokens, dim].
 
     A rotation by nothing still turns some -0 into 0, and what stands beside an infinity into a NaN.
     """
     n, dim = rows.shape
-    scales = ops.KVScales(torch.tensor([[scale]]), torch.tensor([[scale]])) if kv_dtype == FP8 else None
-    storage = backend.allocate_kv(1, -(-n // BLOCK), BLOCK, 1, dim, kv_dtype, scales)
+    scales = contract.KVScales(torch.tensor([[scale]]), torch.tensor([[scale]])) if kv_dtype == FP8 else None
+    cache = make_cache(backend, 1, -(-n // BLOCK), 1, 1, dim, kv_dtype, scales)
     qkv = torch.cat([torch.zeros_like(rows), rows, rows], 1)
-    tables = ops.RopeTables(*(table[:, : dim // 2].contiguous() for table in NO_TURN))
-    backend.append(storage, 0, qkv, tables, torch.zeros(n, dtype=torch.int64), torch.arange(n), 1)
-    return storage, qkv[:, dim : 2 * dim], qkv[:, 2 * dim :]
+    tables = contract.RopeTables(*(table[:, : dim // 2].contiguous() for table in NO_TURN))
+    cache.append(0, qkv, tables, torch.zeros(n, dtype=torch.int64), torch.arange(n))
+    return cache, qkv[:, dim : 2 * dim], qkv[:, 2 * dim :]
 
 
-def stored_codes(storage, n):
+def stored_codes(cache, n):
     """(codes of the keys, of the values): [n, dim] uint8."""
-    if isinstance(storage, list):
-        return tuple(side.view(torch.uint8)[0].flatten(0, 1)[:n] for side in storage[0])
-    keys, values = (side.view(torch.uint8)[:, 0, 0] for side in (storage.keys, storage.values))
-    keys = keys.unflatten(1, (storage.head_dim, BLOCK)).transpose(1, 2)
-    return keys.flatten(0, 1)[:n], values.unflatten(1, (BLOCK, storage.head_dim)).flatten(0, 1)[:n]
+    if isinstance(cache, TorchKVCache):
+        return tuple(side.view(torch.uint8)[0].flatten(0, 1)[:n] for side in cache.storage[0])
+    keys, values = (side.view(torch.uint8)[:, 0, 0] for side in (cache.keys, cache.values))
+    keys = keys.unflatten(1, (cache.spec.head_dim, BLOCK)).transpose(1, 2)
+    return keys.flatten(0, 1)[:n], values.unflatten(1, (BLOCK, cache.spec.head_dim)).flatten(0, 1)[:n]
 
 
-def read_value(backend, storage, dim):
+def read_value(cache, dim):
     """The output of attention over the first token alone: its value."""
-    batch = ops.AttentionBatch(np.arange(2), np.ones(1, np.int64), np.zeros((1, 1), np.int32))
-    return backend.attend(storage, 0, torch.zeros(1, 3 * dim), backend.plan(batch, BLOCK), 1.0, 1)
+    batch = contract.AttentionBatch(np.arange(2), np.ones(1, np.int64), np.zeros((1, 1), np.int32))
+    return cache.attend(0, torch.zeros(1, 3 * dim), cache.plan(batch), 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -104,7 +103,7 @@ def test_too_large_is_the_largest_code_and_not_a_number_stays_so(backend):
 def test_every_finite_code_is_read_as_its_number(backend, scale):
     numbers = torch.nn.functional.pad(FINITE_CODES.view(FP8).float(), (0, 2))[None] * scale  # one head of 256
     storage, *_ = append_rows(backend, numbers, scale)
-    got = read_value(backend, storage, 256)
+    got = read_value(storage, 256)
     if scale == 0.0371:
         torch.testing.assert_close(got, numbers, atol=0, rtol=3e-7)
     else:
@@ -131,12 +130,12 @@ def test_attention_in_a_sliding_window_equals_the_reference_over_rounded_keys(av
     "name", ["prefill and decode together", "nested prefixes", "a long prompt", "heads of 80"]
 )
 def test_attention_by_torch_equals_the_reference_over_rounded_keys(name):
-    got, want = Fp8Step(**CASES[name]).run(attention_cpu, kv_dtype=FP8)
+    got, want = Fp8Step(**CASES[name]).run(TorchBackend(), kv_dtype=FP8)
     torch.testing.assert_close(got, want, **TOLERANCE)
 
 
 def test_attention_by_torch_in_a_sliding_window_equals_the_reference_over_rounded_keys():
-    got, want = Fp8Step(lens=[70, 50, 20], new=[1, 18, 20]).run(attention_cpu, kv_dtype=FP8, window=16)
+    got, want = Fp8Step(lens=[70, 50, 20], new=[1, 18, 20]).run(TorchBackend(), kv_dtype=FP8, window=16)
     torch.testing.assert_close(got, want, **TOLERANCE)
 
 
@@ -173,7 +172,7 @@ def test_bfloat16_activations_come_out_within_their_precision(backend):
 def test_copied_blocks_hold_the_same_codes(backend):
     storage, *_ = append_rows(backend, torch.randn(3 * BLOCK, 16), 0.01)
     before = [codes.clone() for codes in stored_codes(storage, 3 * BLOCK)]
-    backend.copy_blocks(storage, np.array([[0, 2]], dtype=np.int32))
+    storage.copy_blocks(np.array([[0, 2]], dtype=np.int32))
     for codes, old in zip(stored_codes(storage, 3 * BLOCK), before, strict=True):
         assert torch.equal(codes[2 * BLOCK :], old[:BLOCK]) and torch.equal(codes[:BLOCK], old[:BLOCK])
         assert torch.equal(codes[BLOCK : 2 * BLOCK], old[BLOCK : 2 * BLOCK])
@@ -181,15 +180,15 @@ def test_copied_blocks_hold_the_same_codes(backend):
 
 @needs_avx2
 def test_scales_of_another_model_are_refused(avx2):
-    scales = ops.KVScales(torch.ones(2, 3), torch.ones(2, 3))
+    scales = contract.KVScales(torch.ones(2, 3), torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"\[2, 3\] and \[2, 3\]; the cache needs \[2, 1\]"):
-        avx2.allocate_kv(2, 4, BLOCK, 1, 16, FP8, scales)
+        make_cache(avx2, 2, 4, dtype=FP8, scales=scales)
 
 
 def test_a_cache_like_another_has_its_type_scales_and_a_size_of_its_own():
-    scales = ops.KVScales(torch.full((1, 2), 0.5), torch.full((1, 2), 0.25))
-    cache = ops.KVCache(1, 4, BLOCK, 2, 16, FP8, torch.device("cpu"), scales=scales).like(7)
-    assert cache.num_blocks == 7 and cache.storage.scales is scales and cache.storage[0][0].dtype == FP8
+    scales = contract.KVScales(torch.full((1, 2), 0.5), torch.full((1, 2), 0.25))
+    cache = make_cache(TorchBackend(), 1, 4, kv_heads=2, dtype=FP8, scales=scales).like(7)
+    assert cache.num_blocks == 7 and cache.spec.scales is scales and cache.storage[0][0].dtype == FP8
 
 
 @pytest.fixture(scope="module")

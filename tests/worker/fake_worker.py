@@ -18,10 +18,10 @@ from gristmill.jobs.owner import current_owner
 class FakePool:
     """The pool's interface."""
 
-    def __init__(self, store: Any, catalog: Any, *, allow: Any, **options: Any) -> None:
+    def __init__(self, store: Any, catalog: Any, options: Any, **others: Any) -> None:
         self.owner = current_owner()
         self.worker_id = "worker_fake"
-        self.allow = tuple(allow)
+        self.allow = tuple(options.allow)
         self.failure: str | None = None
 
     def start(self) -> None:

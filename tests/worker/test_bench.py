@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from gristmill.engine.checkpoint.opening import resolve_dtype
 from gristmill.engine.engine import Engine
 from gristmill.engine.request import Completion, EngineCounters, EngineInfo
 from gristmill.engine.step_trace import StepRecord
@@ -58,7 +59,7 @@ def build_step(start_s: float, **fields: int) -> StepRecord:
 
 def test_the_figures_of_a_run_agree_with_each_other(invoke: Invoke) -> None:
     payload = run_json(invoke, *SMALL_JSON, "--repeat", "3")
-    assert (payload["rows"], payload["dtype"], payload["counts_exact"]) == (8, "float32", True)
+    assert (payload["rows"], payload["dtype"], payload["counts_exact"]) == (8, resolve_dtype("auto"), True)
     rates = sorted(payload["runs_output_tokens_per_s"])
     assert payload["output_tokens_per_s"] == rates[1] and len(rates) == 3
     assert payload["output_tokens_per_s"] == pytest.approx(payload["output_tokens"] / payload["seconds"])
@@ -110,7 +111,7 @@ def test_a_cache_too_small_for_all_rows_and_static_batches_keep_the_counts_exact
 
 
 def test_the_kernels_in_use_are_named_and_can_be_capped(invoke: Invoke) -> None:
-    code, out, _ = invoke(*SMALL, "--output-tokens", "3", "--cpu-kernels", "none")
+    code, out, _ = invoke(*SMALL, "--output-tokens", "3", "--cpu-kernels", "none", "--dtype", "float32")
     assert code == 0 and out.splitlines()[0].endswith("float32 on cpu, torch kernels")
     assert run_json(invoke, *SMALL_JSON, "--cpu-kernels", "none")["engine"]["cpu_kernels"] == "none"
 

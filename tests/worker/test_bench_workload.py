@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gristmill.engine.batch.prefix_theory import max_shared_tokens
+from gristmill.engine.batch.prefix import max_shared_tokens
 from gristmill.worker.show.console import UsageRefused
 from gristmill.worker.tools.bench.shape import SHAPES, parse_shape
 from gristmill.worker.tools.bench.workload import (

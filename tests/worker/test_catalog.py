@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.cluster.servers import S3Server
 from gristmill.engine.checkpoint.fingerprint import fingerprint
 from gristmill.engine.checkpoint.opening import load_checkpoint, resolve_dtype
 from gristmill.engine.config import EngineOptions
 from gristmill.engine.errors import ModelRefused
 from gristmill.jobs.errors import RefusedError, SourceUnavailable
+from gristmill.jobs.storage.s3.client import s3_client
+from gristmill.jobs.storage.s3.reader import copy_object
 from gristmill.worker.serve.catalog import Catalog, CatalogEntry, load_catalog
 from gristmill.worker.serve.model_cache import ModelCache
 from tests.engine.tiny_models import build_tiny_gguf, build_tiny_model
+from tests.s3_proxy import Fault, s3_proxy_before
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +35,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def upload(s3_root: str, files: dict[str, Path]) -> None:
-    from gristmill.jobs.storage.s3.client import s3_client
-
     for key, path in files.items():
         s3_client().put_object(Bucket=s3_root.removeprefix("s3://"), Key=key, Body=path.read_bytes())
 
@@ -57,10 +60,8 @@ def test_a_model_has_an_entry_for_auto_and_one_for_the_other_dtype(tiny: Path) -
 
 def test_a_workers_settings_are_part_of_the_fingerprints(tiny: Path) -> None:
     model = [f"t={tiny / 'tiny-0.5'}"]
-    plain, packed = (
-        load_catalog(model),
-        load_catalog(model, engine_options=EngineOptions(quantization="int8")),
-    )
+    plain = load_catalog(model)
+    packed = load_catalog(model, engine_options=EngineOptions(quantization="int8"))
     for a, b in zip(plain.entries(), packed.entries(), strict=True):
         assert a.fingerprint != b.fingerprint
         packed.check_unchanged(b)
@@ -183,16 +184,9 @@ def test_a_copy_is_made_once_and_again_when_the_model_changes(
 
 def test_several_processes_at_once_make_one_copy(tiny: Path, s3_root: str, tmp_path: Path) -> None:
     upload(s3_root, {"twin.gguf": tiny / "twin.gguf"})
-    found: list[Path] = []
-    fetch = ModelCache(tmp_path).fetch
-    threads = [threading.Thread(target=lambda: found.append(fetch(f"{s3_root}/twin.gguf"))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert len(set(found)) == 1
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [found[0].parent]
+    with ThreadPoolExecutor(4) as pool:
+        [place] = set(pool.map(ModelCache(tmp_path).fetch, [f"{s3_root}/twin.gguf"] * 4))
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [place.parent]
 
 
 def test_what_a_killed_process_left_half_copied_is_replaced(tiny: Path, s3_root: str, tmp_path: Path) -> None:
@@ -208,49 +202,44 @@ def test_what_a_killed_process_left_half_copied_is_replaced(tiny: Path, s3_root:
     assert not half.exists()
 
 
-class DamagingClient:
-    """S3's client, but the first `num_faults` bodies lack their last byte or have it flipped."""
-
-    def __init__(self, client: Any, num_faults: int, damage: str) -> None:
-        self._client, self._num_faults, self._damage = client, num_faults, damage
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def get_object(self, **request: Any) -> Any:
-        got = self._client.get_object(**request)
-        self._num_faults -= 1
-        if self._num_faults >= 0:
-            data = got["Body"].read()
-            end = b"" if self._damage == "cut" else bytes([data[-1] ^ 1])
-            got["Body"] = Body(data[:-1] + end)
-        return got
-
-
-class Body:
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def iter_chunks(self, size: int) -> list[bytes]:
-        return [self._data]
-
-
-@pytest.mark.parametrize("damage", ["cut", "flip"])
+@pytest.mark.parametrize(
+    ("fault", "told"), [(Fault.TRUNCATE, "can't reach"), (Fault.FLIP, "did not come whole in 5 tries")]
+)
 def test_a_body_that_came_damaged_is_asked_for_again(
-    tiny: Path, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+    tiny: Path,
+    s3_server: S3Server,
+    s3_root: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Fault,
+    told: str,
 ) -> None:
-    from gristmill.jobs.storage.s3.client import s3_client
-
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between tries
     upload(s3_root, {"twin.gguf": tiny / "twin.gguf"})
-    client = DamagingClient(s3_client(), 2, damage)
-    monkeypatch.setattr("gristmill.worker.serve.model_cache.s3_client", lambda: client)
-    found = ModelCache(tmp_path / "a").fetch(f"{s3_root}/twin.gguf")
-    assert found.read_bytes() == (tiny / "twin.gguf").read_bytes()
-    always = DamagingClient(s3_client(), 99, damage)
-    monkeypatch.setattr("gristmill.worker.serve.model_cache.s3_client", lambda: always)
-    with pytest.raises(SourceUnavailable, match="did not come whole in 3 tries"):
-        ModelCache(tmp_path / "b").fetch(f"{s3_root}/twin.gguf")
+    with s3_proxy_before(s3_server.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        proxy.first(2, fault, "GET", "twin.gguf")
+        found = ModelCache(tmp_path / "a").fetch(f"{s3_root}/twin.gguf")
+        assert found.read_bytes() == (tiny / "twin.gguf").read_bytes()
+        proxy.choose = lambda method, path: fault if method == "GET" and "twin.gguf" in path else None
+        with pytest.raises(SourceUnavailable, match=told):
+            ModelCache(tmp_path / "b").fetch(f"{s3_root}/twin.gguf")
     assert [path.suffix for path in (tmp_path / "b").iterdir()] == [".lock"]
+
+
+def test_a_model_that_changes_while_it_is_copied_is_refused(
+    tiny: Path, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(s3_root, {"twin.gguf": tiny / "twin.gguf"})
+
+    def replace_first(*args: Any) -> Any:
+        upload(s3_root, {"twin.gguf": tiny / "tiny-0.5" / "config.json"})
+        return copy_object(*args)
+
+    monkeypatch.setattr("gristmill.worker.serve.model_cache.copy_object", replace_first)
+    with pytest.raises(RefusedError, match="changed while it was copied"):
+        ModelCache(tmp_path).fetch(f"{s3_root}/twin.gguf")
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_a_model_that_is_not_in_s3_is_refused(s3_root: str, tmp_path: Path) -> None:

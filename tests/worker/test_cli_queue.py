@@ -16,6 +16,7 @@ import pytest
 import typer
 
 import gristmill.worker.cli.main
+from examples.cluster.servers import RedisServer
 from gristmill.jobs.broker import CONTROL_QUEUE
 from gristmill.jobs.owner import current_owner
 from gristmill.jobs.records import WorkerModel
@@ -26,7 +27,6 @@ from gristmill.jobs.store.database import database_url
 from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import claim_next as claim_one
 from tests.jobs.cases import finish_shard, start_job
-from tests.servers import RedisServer
 from tests.worker.conftest import Invoke
 from tests.worker.queue_kit import eventually
 
@@ -68,7 +68,7 @@ def test_submit_prints_the_id_and_notifies(
     )
     code, out, err = invoke(*submit_words(tmp_path), *words.split())
     assert (code, err) == (0, "")
-    job = store.load_job(out.strip())
+    job = store.jobs.load(out.strip())
     assert (job.state, job.priority, job.on_complete, job.idempotency_key) == (
         JobState.VALIDATING,
         "low",
@@ -87,7 +87,7 @@ def test_submit_prints_the_id_and_notifies(
 def test_submit_needs_no_broker(invoke: Invoke, store: Store, tmp_path: Path) -> None:
     code, out, err = invoke(*submit_words(tmp_path))
     assert (code, err) == (0, "")
-    assert [job.job_id for job in store.list_jobs()] == [out.strip()]
+    assert [job.job_id for job in store.jobs.newest()] == [out.strip()]
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_a_wrong_submission_is_refused_before_anything_is_written(
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err
     assert "hush" not in err
-    assert store.list_jobs() == []
+    assert store.jobs.newest() == []
 
 
 def begin_job(invoke: Invoke, store: Store, tmp_path: Path, *shard_rows: int) -> str:
     """A submitted job that is planned by hand; its id."""
     job_id = invoke(*submit_words(tmp_path))[1].strip()
-    assert start_job(store, store.load_job(job_id), *shard_rows)
+    assert start_job(store, store.jobs.load(job_id), *shard_rows)
     return job_id
 
 
@@ -128,7 +128,7 @@ def test_cancel_and_resume_of_a_submitted_job(invoke: Invoke, store: Store, tmp_
     code, out, err = invoke("status", job_id, "--json")
     assert (code, json.loads(out)["state"], json.loads(out)["runner"]) == (0, "cancelled", "workers")
     assert invoke("resume", str(tmp_path / "out")) == (0, f"{job_id}: in_progress\n", "")
-    assert store.load_job(job_id).state is JobState.IN_PROGRESS
+    assert store.jobs.load(job_id).state is JobState.IN_PROGRESS
 
 
 def test_a_job_that_was_never_planned_is_planned_by_its_resume(
@@ -149,7 +149,7 @@ def test_retry_of_a_submitted_job_only_changes_the_database(
     finish_job(store, tmp_path, num_errors=2)
     invoke("cancel", job_id)
     assert invoke("retry", job_id) == (0, f"{job_id}: 2 failed rows run again\n", "")
-    assert store.load_job(job_id).state is JobState.IN_PROGRESS
+    assert store.jobs.load(job_id).state is JobState.IN_PROGRESS
 
 
 def test_local_jobs_are_resumed_and_retried_here(
@@ -184,7 +184,7 @@ def test_an_unknown_job_is_refused(invoke: Invoke, command: str) -> None:
 def test_workers_are_listed(invoke: Invoke, store: Store) -> None:
     assert invoke("workers", "--json") == (0, "[]\n", "")
     assert invoke("workers")[0] == 0
-    store.register_worker("worker_1", current_owner(), [WorkerModel("m", "f" * 32, "float32", True)], "0.1")
+    store.workers.register("worker_1", current_owner(), [WorkerModel("m", "f" * 32, "float32", True)], "0.1")
     (found,) = json.loads(invoke("workers", "--json")[1])
     assert (found["worker_id"], found["models"][0]["name"]) == ("worker_1", "m")
     assert "worker_1" in invoke("workers")[1]
@@ -211,7 +211,7 @@ def test_clean_forgets_old_jobs_and_asks_first(invoke: Invoke, store: Store, tmp
     assert "0 jobs" in invoke("clean", "--older-than", "30d", "--yes")[1]
     code, out, _ = invoke("clean", "--older-than", "0s", "--yes")
     assert (code, out.startswith("1 jobs")) == (0, True)
-    assert store.list_jobs() == []
+    assert store.jobs.newest() == []
 
 
 @contextmanager
@@ -228,7 +228,7 @@ def follow(repo_root: Path, words: list[str]) -> Iterator[subprocess.Popen[str]]
 
 def test_ctrl_c_while_waiting_leaves_the_job_running(repo_root: Path, store: Store, tmp_path: Path) -> None:
     with follow(repo_root, submit_words(tmp_path)) as waiting_command:
-        assert eventually(lambda: store.list_jobs())
+        assert eventually(lambda: store.jobs.newest())
         assert waiting_command.stdout is not None
         job_id = waiting_command.stdout.readline().strip()
         os.kill(waiting_command.pid, signal.SIGINT)
@@ -238,17 +238,17 @@ def test_ctrl_c_while_waiting_leaves_the_job_running(repo_root: Path, store: Sto
         f"gristmill: job {job_id} goes on without this command; gristmill status {job_id},"
         f" gristmill cancel {job_id}\n"
     )
-    assert store.load_job(job_id).state is JobState.VALIDATING
+    assert store.jobs.load(job_id).state is JobState.VALIDATING
 
 
 def test_waiting_ends_with_the_job(repo_root: Path, store: Store, tmp_path: Path) -> None:
     with follow(repo_root, submit_words(tmp_path)) as waiting_command:
-        assert eventually(lambda: store.list_jobs())
-        (job,) = store.list_jobs()
+        assert eventually(lambda: store.jobs.newest())
+        (job,) = store.jobs.newest()
         start_job(store, job, 10)
         finish_job(store, tmp_path, num_errors=0)
-        store.request_cancel(job.job_id)
-        assert store.finish_cancel(job.job_id)
+        store.ends.request_cancel(job.job_id)
+        assert store.ends.finish_cancel(job.job_id)
         out, err = waiting_command.communicate(timeout=60)
     assert waiting_command.returncode == 1
     assert "10: 10 completed, 0 failed" in out
@@ -259,9 +259,9 @@ def test_a_job_that_planning_refuses_ends_the_wait_as_a_refusal(
     repo_root: Path, store: Store, tmp_path: Path
 ) -> None:
     with follow(repo_root, submit_words(tmp_path)) as waiting_command:
-        assert eventually(lambda: store.list_jobs())
-        (job,) = store.list_jobs()
-        store.refuse_plan(job.job_id, "tickets.jsonl matches no file")
+        assert eventually(lambda: store.jobs.newest())
+        (job,) = store.jobs.newest()
+        store.plans.refuse(job.job_id, "tickets.jsonl matches no file")
         _, err = waiting_command.communicate(timeout=60)
     assert waiting_command.returncode == 2
     assert err == f"gristmill: job {job.job_id} was refused: tickets.jsonl matches no file\n"

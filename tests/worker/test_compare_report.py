@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from gristmill.jobs.input.sources import Source
+from gristmill.jobs.source import Source
 from gristmill.worker.show.console import UsageRefused
 from gristmill.worker.tools.compare import figures as compare_figures
 from gristmill.worker.tools.compare.figures import to_compare_payload

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.cluster.servers import RedisServer
 from gristmill.jobs.store.database import SCHEMA_REVISION
 from gristmill.worker.tools.doctor.check import Check
 from gristmill.worker.tools.doctor.model import check_model
@@ -34,7 +35,6 @@ from gristmill.worker.tools.doctor.services import (
     check_object_store,
     check_services,
 )
-from tests.servers import RedisServer
 
 AVX2_FLAGS = "avx2 fma f16c bmi1 bmi2 abm movbe"
 

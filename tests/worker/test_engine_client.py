@@ -61,10 +61,6 @@ def _poll_until_dead(client: EngineClient) -> tuple[list[Completion], EngineDied
     pytest.fail("the engine process did not die")
 
 
-def _num_open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_every_request_gives_exactly_one_completion() -> None:
     with _client() as client:
         client.add([_request(i) for i in range(1000)])
@@ -224,7 +220,7 @@ def test_close_is_quick_and_reaps_also_within_a_long_step() -> None:
 
 def test_twenty_restarts_leave_no_file_descriptor_or_process_behind() -> None:
     with _client() as client:
-        before = _num_open_files()
+        before = len(os.listdir("/proc/self/fd"))
         pids = []
         for i in range(20):
             pids.append(client.pid)
@@ -232,7 +228,7 @@ def test_twenty_restarts_leave_no_file_descriptor_or_process_behind() -> None:
                 client.kill()
             client.start()
         client.wait_loaded(LIMIT_S, lambda: False)
-        assert _num_open_files() == before
+        assert len(os.listdir("/proc/self/fd")) == before
         assert [t.name for t in threading.enumerate()].count("engine-io") == 1
         for pid in pids:
             assert pid is not None

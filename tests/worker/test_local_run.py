@@ -104,7 +104,7 @@ def test_a_job_of_which_every_row_failed_completes_with_exit_code_1(
     assert kit.run(kit.write_jsonl(["{", "["]), prompt=PROMPT) == 1
     assert len(kit.rows()) == 2
     with kit.store() as store:
-        assert store.find_job(str(kit.output)).state == "completed"
+        assert store.jobs.find(str(kit.output)).state == "completed"
     assert "every row" in capsys.readouterr().err
 
 
@@ -115,7 +115,7 @@ def test_more_errors_than_allowed_fail_the_job_and_keep_what_is_done(
     code = kit.run(source, prompt=PROMPT, model="null:?failure_rate=0.5", max_errors="4%")
     assert code == 1
     with kit.store() as store:
-        status = store.status(store.find_job(str(kit.output)).job_id)
+        status = store.jobs.status(store.jobs.find(str(kit.output)).job_id)
     assert status.state == "failed"
     assert status.failed > 20
     assert len(kit.rows()) == status.completed + status.failed
@@ -142,7 +142,7 @@ def test_an_order_that_makes_no_sense_is_refused_before_anything_is_written(
     assert "\n" not in str(refusal.value)
     assert not kit.output.exists()
     with kit.store() as store:
-        assert store.list_jobs() == []
+        assert store.jobs.newest() == []
 
 
 def test_inputs_that_do_not_exist_and_outputs_that_are_files_are_refused(kit: Any) -> None:
@@ -193,8 +193,8 @@ def test_failed_rows_of_a_local_job_are_computed_again_on_request(kit: Any) -> N
     assert kit.rows() == before  # this model fails the same rows each time
     assert (kit.output / "_manifest.json").exists()
     with kit.store() as store:
-        job = store.find_job(str(kit.output))
-        status = store.status(job.job_id)
+        job = store.jobs.find(str(kit.output))
+        status = store.jobs.status(job.job_id)
     assert (status.state, status.completed, status.failed) == ("completed", 200 - num_failed, num_failed)
     assert display.updates[-1].rows_done == 200
 

@@ -64,7 +64,7 @@ def test_a_cancel_from_another_process_keeps_finished_rows_and_can_be_resumed(ki
         if progress.rows_done >= 100 and not cancelled:
             cancelled.append(True)
             with kit.store() as store:
-                store.request_cancel(display.job_id)
+                store.ends.request_cancel(display.job_id)
 
     cancelled: list[bool] = []
     display = kit.new_display(cancel)
@@ -72,7 +72,7 @@ def test_a_cancel_from_another_process_keeps_finished_rows_and_can_be_resumed(ki
     num_safe = len(kit.rows())
     assert 100 <= num_safe < 2000
     with kit.store() as store:
-        status = store.status(display.job_id)
+        status = store.jobs.status(display.job_id)
     assert status.state == "cancelled"
     assert status.completed + status.failed + status.skipped + status.not_run == 2000
     assert status.completed == num_safe
@@ -113,8 +113,8 @@ def _wait_for_rows(kit: Any, num_rows: int, process: subprocess.Popen[str]) -> s
     deadline = time.monotonic() + LIMIT_S
     with kit.store() as store:
         while time.monotonic() < deadline and process.poll() is None:
-            job = store.find_job(str(kit.output))
-            if job is not None and store.status(job.job_id).rows_done >= num_rows:
+            job = store.jobs.find(str(kit.output))
+            if job is not None and store.jobs.status(job.job_id).rows_done >= num_rows:
                 return str(job.job_id)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.02)
@@ -138,7 +138,7 @@ def test_a_live_job_is_named_to_a_second_run_and_stops_within_two_seconds_of_ctr
     assert process.returncode == 130
     assert f"gristmill resume {job_id}" in stderr
     with kit.store() as store:
-        assert store.status(job_id).completed == len(kit.rows()) >= 100
+        assert store.jobs.status(job_id).completed == len(kit.rows()) >= 100
 
 
 def test_a_run_killed_at_any_moment_loses_no_row_and_doubles_none(kit: Any) -> None:

@@ -18,6 +18,7 @@ from gristmill.jobs.spec import parse_spec
 from gristmill.jobs.states import JobState
 from gristmill.jobs.store.store import Store, open_store
 from gristmill.worker.serve.catalog import load_catalog
+from gristmill.worker.serve.model_host import HostOptions
 from gristmill.worker.serve.model_pool import ModelPool
 from tests.jobs.cases import change_job
 
@@ -50,20 +51,17 @@ class Yard:
             "shard_rows": 50,
             **fields,
         }
-        job = self.store.submit_job(parse_spec(spec)).job
+        job = self.store.submissions.submit(parse_spec(spec)).job
         plan_submitted_job(self.store, job.job_id, current_owner(), [str(self.kit.folder)])
-        return self.store.load_job(job.job_id)
+        return self.store.jobs.load(job.job_id)
 
     def start_pool(self, *models: str, max_models: int = 1) -> ModelPool:
         pool = ModelPool(
             self.store,
             load_catalog(models or ["null=null:?delay_ms=1"]),
-            allow=[str(self.kit.folder)],
+            HostOptions([str(self.kit.folder)], EngineOptions(), LEASE_S, engine_timeout_s=5.0),
             max_models=max_models,
-            engine_options=EngineOptions(),
             notify=lambda task, args, queue: True,
-            lease_s=LEASE_S,
-            engine_timeout_s=5.0,
         )
         pool.start()
         self.pools.append(pool)
@@ -72,12 +70,12 @@ class Yard:
     def wait(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
-            assert time.monotonic() < deadline, [job.state for job in self.store.list_jobs()]
+            assert time.monotonic() < deadline, [job.state for job in self.store.jobs.newest()]
             threading.Event().wait(0.05)
 
     def wait_state(self, job: JobRecord, state: JobState) -> Any:
-        self.wait(lambda: self.store.load_job(job.job_id).state == state)
-        return self.store.status(job.job_id)
+        self.wait(lambda: self.store.jobs.load(job.job_id).state == state)
+        return self.store.jobs.status(job.job_id)
 
     def row_indexes(self, job: JobRecord) -> list[int]:
         return [row["row_index"] for row in self.kit.rows(Path(job.output))]
@@ -99,42 +97,42 @@ def test_a_submitted_job_is_run_to_its_manifest(yard: Yard) -> None:
     assert (status.completed, status.failed, status.not_run) == (230, 0, 0)
     assert yard.row_indexes(job) == list(range(230))
     assert (Path(job.output) / "_manifest.json").exists()
-    assert yard.store.load_job(job.job_id).fingerprint != ""
+    assert yard.store.jobs.load(job.job_id).fingerprint != ""
 
 
 def test_a_small_job_of_high_priority_overtakes_a_large_one(yard: Yard) -> None:
     large = yard.submit(3000)
     pool = yard.start_pool()
-    yard.wait(lambda: yard.store.status(large.job_id).rows_done > 0)
+    yard.wait(lambda: yard.store.jobs.status(large.job_id).rows_done > 0)
     small = yard.submit(60, priority="high")
     pool.wake("null")
     yard.wait_state(small, JobState.COMPLETED)
-    assert yard.store.status(large.job_id).not_run > 1000
+    assert yard.store.jobs.status(large.job_id).not_run > 1000
     yard.wait_state(large, JobState.COMPLETED)
 
 
 def test_a_long_job_does_not_starve_a_short_one_of_equal_priority(yard: Yard) -> None:
     long = yard.submit(4000)
     pool = yard.start_pool()
-    yard.wait(lambda: yard.store.status(long.job_id).rows_done > 0)
+    yard.wait(lambda: yard.store.jobs.status(long.job_id).rows_done > 0)
     short = yard.submit(100)
     pool.wake("null")
     yard.wait_state(short, JobState.COMPLETED)
-    assert yard.store.load_job(long.job_id).state == JobState.IN_PROGRESS
+    assert yard.store.jobs.load(long.job_id).state == JobState.IN_PROGRESS
 
 
 def test_a_cancelled_job_leaves_the_engine_within_five_seconds_and_the_other_goes_on(yard: Yard) -> None:
     doomed, other = yard.submit(20_000), yard.submit(20_000)
     pool = yard.start_pool()
     for job in (doomed, other):
-        yard.wait(lambda job=job: yard.store.status(job.job_id).rows_done > 0)
-    yard.store.request_cancel(doomed.job_id)
+        yard.wait(lambda job=job: yard.store.jobs.status(job.job_id).rows_done > 0)
+    yard.store.ends.request_cancel(doomed.job_id)
     started_s = time.monotonic()
     status = yard.wait_state(doomed, JobState.CANCELLED)
     assert time.monotonic() - started_s < 5.0
     assert status.completed + status.not_run == 20_000
     assert len(yard.row_indexes(doomed)) == status.completed > 0
-    yard.store.request_cancel(other.job_id)
+    yard.store.ends.request_cancel(other.job_id)
     yard.wait_state(other, JobState.CANCELLED)
     yard.wait(lambda: pool.figures().num_rows_in_flight == 0)
 
@@ -142,23 +140,23 @@ def test_a_cancelled_job_leaves_the_engine_within_five_seconds_and_the_other_goe
 def test_a_cancelled_job_is_resumed_without_computing_a_committed_row_again(yard: Yard) -> None:
     job = yard.submit(1500)
     pool = yard.start_pool()
-    yard.wait(lambda: yard.store.status(job.job_id).completed >= 200)
-    yard.store.request_cancel(job.job_id)
+    yard.wait(lambda: yard.store.jobs.status(job.job_id).completed >= 200)
+    yard.store.ends.request_cancel(job.job_id)
     kept = yard.wait_state(job, JobState.CANCELLED).completed
-    assert yard.store.resume_job(job.job_id) == JobState.IN_PROGRESS
-    assert yard.store.resume_job(job.job_id) == JobState.IN_PROGRESS
+    assert yard.store.ends.resume(job.job_id) == JobState.IN_PROGRESS
+    assert yard.store.ends.resume(job.job_id) == JobState.IN_PROGRESS
     pool.wake()
     status = yard.wait_state(job, JobState.COMPLETED)
     assert status.completed == 1500
     assert yard.row_indexes(job) == list(range(1500))
     assert kept >= 200
-    assert yard.store.resume_job(job.job_id) == JobState.COMPLETED
+    assert yard.store.ends.resume(job.job_id) == JobState.COMPLETED
 
 
 def test_a_job_past_its_deadline_keeps_what_is_done(yard: Yard) -> None:
     job = yard.submit(20_000, deadline="1h")
     yard.start_pool()
-    yard.wait(lambda: yard.store.status(job.job_id).completed > 0)
+    yard.wait(lambda: yard.store.jobs.status(job.job_id).completed > 0)
     change_job(yard.store, job, deadline_at=0.0)
     status = yard.wait_state(job, JobState.EXPIRED)
     assert 0 < status.completed == len(yard.row_indexes(job)) < 20_000
@@ -168,13 +166,15 @@ def test_a_job_past_its_deadline_keeps_what_is_done(yard: Yard) -> None:
 def test_a_stop_gives_the_shards_back_with_their_finished_rows(yard: Yard) -> None:
     job = yard.submit(5000, shard_rows=2500)
     pool = yard.start_pool()
-    yard.wait(lambda: yard.store.status(job.job_id).rows_done >= 300 or pool.figures().num_rows_in_flight > 0)
+    yard.wait(
+        lambda: yard.store.jobs.status(job.job_id).rows_done >= 300 or pool.figures().num_rows_in_flight > 0
+    )
     yard.wait(lambda: pool.figures().num_shards > 0)
     threading.Event().wait(1.0)
     started_s = time.monotonic()
     assert pool.stop(10.0)
     assert time.monotonic() - started_s < 10.0
-    status = yard.store.status(job.job_id)
+    status = yard.store.jobs.status(job.job_id)
     assert set(status.shards) <= {"queued", "done"}
     assert len(yard.row_indexes(job)) == status.completed > 0
     yard.start_pool()
@@ -185,9 +185,9 @@ def test_a_stop_gives_the_shards_back_with_their_finished_rows(yard: Yard) -> No
 def test_a_worker_with_other_weights_of_that_name_does_not_touch_a_pinned_job(yard: Yard) -> None:
     job = yard.submit(2000)
     pool = yard.start_pool()
-    yard.wait(lambda: yard.store.status(job.job_id).completed > 0)
+    yard.wait(lambda: yard.store.jobs.status(job.job_id).completed > 0)
     assert pool.stop()
-    done = yard.store.status(job.job_id).completed
+    done = yard.store.jobs.status(job.job_id).completed
     other = yard.start_pool("null=null:?delay_ms=2")
     other.run_once(time.monotonic())
     assert other.figures().num_shards == 0
@@ -211,13 +211,13 @@ def test_failed_rows_are_computed_again_on_request_and_the_others_stay(yard: Yar
     before = {
         row["row_index"]: row["completion"] for row in yard.kit.rows(Path(job.output)) if row["completion"]
     }
-    assert yard.store.retry_failed(job.job_id) == failed
+    assert yard.store.ends.retry_failed(job.job_id) == failed
     pool.wake()
-    yard.wait(lambda: yard.store.load_job(job.job_id).state in (JobState.COMPLETED, JobState.FAILED))
+    yard.wait(lambda: yard.store.jobs.load(job.job_id).state in (JobState.COMPLETED, JobState.FAILED))
     after = {row["row_index"]: row["completion"] for row in yard.kit.rows(Path(job.output))}
     assert sorted(after) == list(range(300))
     assert all(after[row] == text for row, text in before.items())
-    assert yard.store.status(job.job_id).failed == failed  # this model fails the same rows each time
+    assert yard.store.jobs.status(job.job_id).failed == failed  # this model fails the same rows each time
 
 
 def test_too_many_failed_rows_stop_the_job_and_keep_what_is_done(yard: Yard) -> None:
@@ -244,9 +244,9 @@ def test_a_job_outside_the_allowed_places_is_refused_with_a_reason(yard: Yard) -
         "output": str(yard.kit.folder / "x"),
         "model": "null",
     }
-    job = yard.store.submit_job(parse_spec(spec)).job
+    job = yard.store.submissions.submit(parse_spec(spec)).job
     plan_submitted_job(yard.store, job.job_id, current_owner(), [str(yard.kit.folder)])
-    status = yard.store.status(job.job_id)
+    status = yard.store.jobs.status(job.job_id)
     assert status.state == JobState.FAILED
     assert "/etc/passwd" in (status.message or "")
 
@@ -258,5 +258,5 @@ def test_a_worker_whose_engine_can_not_start_ends_and_blames_no_row(
     monkeypatch.setattr("gristmill.worker.engine.child.sys.executable", "/bin/false")
     pool = yard.start_pool()
     yard.wait(lambda: pool.failure is not None)
-    status = yard.store.status(job.job_id)
+    status = yard.store.jobs.status(job.job_id)
     assert (status.failed, status.not_run) == (0, 100)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gristmill.engine.null_tokenizer import NullTokenizer
 from gristmill.engine.request import EngineInfo
+from gristmill.engine.text.tokenizer import NullTokenizer
 from gristmill.jobs.identity import sample_seed
 from gristmill.jobs.input.reading import load_columns
 from gristmill.jobs.input.sources import load_sources

@@ -15,10 +15,10 @@ from gristmill.worker.show.progress import (
     Progress,
     ProgressMeter,
     build_display,
-    to_duration_text,
     to_live_line,
     to_plain_line,
 )
+from gristmill.worker.show.tables import to_duration_text
 
 
 class FakeClock:

@@ -15,12 +15,12 @@ from gristmill.worker.show.report import (
     to_progress,
     to_resume_command,
     to_retry_command,
-    to_seconds_text,
     to_status_payload,
     to_status_text,
     to_worker_payload,
     to_workers_text,
 )
+from gristmill.worker.show.tables import to_seconds_text
 
 NOW = 1_760_000_000.0
 PERCENTILES: dict[str, dict[str, float | None]] = {

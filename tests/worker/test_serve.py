@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,62 +12,42 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 
+from examples.cluster.servers import RedisServer, running
 from gristmill.jobs.broker import SUBMIT
 from gristmill.jobs.errors import RefusedError, StoreUnavailable
 from gristmill.jobs.store.database import database_url
 from gristmill.jobs.store.store import open_store
 from gristmill.worker.cli.main import run_cli
 from gristmill.worker.serve.serve import load_allow, load_seconds, wait_for
-from tests.servers import RedisServer, running
+from tests.integration.worker_process import WorkerProcess
 from tests.worker.queue_kit import eventually, plain_client
 
 SECRET_URL = "redis://:hush-hush@127.0.0.1:1/0"
 
 
-class WorkerProcess:
-    """A worker in a process of its own; its output lines as far as they came."""
-
-    def __init__(self, repo_root: Path, log: Path, *words: str, **environment: str) -> None:
-        self._log = log
-        command = [sys.executable, "-m", "tests.worker.fake_worker", *words]
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                command, cwd=repo_root, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment
-            )
-
-    def says(self, text: str, timeout_s: float = 60.0) -> bool:
-        return eventually(lambda: text in self.text() or self.process.poll() is not None, timeout_s) and (
-            text in self.text()
-        )
-
-    def text(self) -> str:
-        return self._log.read_text()
-
-    def stop(self, number: int = signal.SIGTERM) -> tuple[int, float]:
-        """The exit code after the signal, and how long that took."""
-        start_s = time.monotonic()
-        self.process.send_signal(number)
-        return self.process.wait(30.0), time.monotonic() - start_s
-
-
+FAKE = (sys.executable, "-m", "tests.worker.fake_worker")
 Start = Callable[..., WorkerProcess]
 
 
+def stop(worker: WorkerProcess, number: int = signal.SIGTERM) -> tuple[int, float]:
+    """The exit code after the signal, and how long that took."""
+    start_s = time.monotonic()
+    return worker.stop(number, 30.0), time.monotonic() - start_s
+
+
 @pytest.fixture
-def start(repo_root: Path, tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path) -> Iterator[Start]:
     started: list[WorkerProcess] = []
 
     def begin(url: str, **environment: str) -> WorkerProcess:
         words = ("--model", "m=null:", "--allow-uri", str(tmp_path), "--broker-url", url)
         log = tmp_path / f"worker-{len(started)}.log"
-        started.append(WorkerProcess(repo_root, log, *words, **environment))
+        started.append(WorkerProcess(words, os.environ | environment, log, FAKE))
         return started[-1]
 
     yield begin
     for each in started:
-        if each.process.poll() is None:
-            each.process.kill()
-        each.process.wait()
+        each.close()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -76,9 +55,9 @@ def test_a_signal_hands_back_and_ends_the_worker(
     start: Start, redis_url: str, number: int, code: int
 ) -> None:
     worker = start(redis_url)
-    assert worker.says("takes messages from the broker"), worker.text()
-    exit_code, took_s = worker.stop(number)
-    text = worker.text()
+    worker.wait_until_says("takes messages from the broker")
+    exit_code, took_s = stop(worker, number)
+    text = worker.log_text()
     assert (exit_code, text.count("pool: stop 8.5"), text.count("pool: stopped")) == (code, 1, 1), text
     assert took_s < 6.0
     assert "Traceback" not in text
@@ -86,39 +65,39 @@ def test_a_signal_hands_back_and_ends_the_worker(
 
 def test_a_second_signal_ends_it_at_once(start: Start, redis_url: str) -> None:
     worker = start(redis_url, FAKE_STOP_S="20")
-    assert worker.says("the worker is up")
+    worker.wait_until_says("the worker is up")
     worker.process.send_signal(signal.SIGTERM)
-    assert worker.says("pool: stop")
-    exit_code, took_s = worker.stop()
+    worker.wait_until_says("pool: stop")
+    exit_code, took_s = stop(worker)
     assert exit_code == 130
     assert took_s < 2.0
 
 
 def test_an_ill_host_ends_the_worker_with_its_reason(start: Start, redis_url: str) -> None:
     worker = start(redis_url, FAKE_FAILURE="the canary died twice: look at the GPU")
-    assert worker.process.wait(30.0) == 1
-    assert "gristmill: the canary died twice: look at the GPU\n" in worker.text()
-    assert "pool: stopped" in worker.text()
+    assert worker.wait(30.0) == 1
+    assert "gristmill: the canary died twice: look at the GPU\n" in worker.log_text()
+    assert "pool: stopped" in worker.log_text()
 
 
 def test_it_works_and_ends_without_a_broker(start: Start) -> None:
     worker = start(SECRET_URL)
-    assert worker.says("Connection refused"), worker.text()
-    assert "pool: start" in worker.text()
-    exit_code, took_s = worker.stop()
+    worker.wait_until_says("Connection refused")
+    assert "pool: start" in worker.log_text()
+    exit_code, took_s = stop(worker)
     assert exit_code == 0
     assert took_s < 6.0
-    assert "hush" not in worker.text()
+    assert "hush" not in worker.log_text()
 
 
 def test_a_broker_that_hangs_does_not_keep_it(start: Start) -> None:
     with running(RedisServer) as server:
         worker = start(server.url())
-        assert worker.says("takes messages from the broker")
+        worker.wait_until_says("takes messages from the broker")
         server.pause()
-        exit_code, took_s = worker.stop()
+        exit_code, took_s = stop(worker)
         server.unpause()
-    assert exit_code == 0, worker.text()
+    assert exit_code == 0, worker.log_text()
     assert took_s < 8.0
 
 
@@ -137,19 +116,19 @@ def test_a_submission_of_a_plain_client_becomes_a_job_and_its_prompt_no_log_line
     with open_store(database_url(None)) as store:
 
         def states() -> dict[str | None, str]:
-            return {job.idempotency_key: job.state.value for job in store.list_jobs()}
+            return {job.idempotency_key: job.state.value for job in store.jobs.newest()}
 
         assert eventually(
             lambda: states() == {"good": "in_progress", "bad": "failed", "outside": "failed"}
         ), (
             states(),
-            worker.text(),
+            worker.log_text(),
         )
-        messages = {job.idempotency_key: job.message or "" for job in store.list_jobs()}
+        messages = {job.idempotency_key: job.message or "" for job in store.jobs.newest()}
     assert "promt is not an option" in messages["bad"]
     assert "/elsewhere" in messages["outside"]
-    assert worker.says("pool: wake m")
-    assert "secretly" not in worker.text() and "private" not in worker.text()
+    worker.wait_until_says("pool: wake m")
+    assert "secretly" not in worker.log_text() and "private" not in worker.log_text()
 
 
 WORDS = {"--model": "m=null:", "--allow-uri": "/data", "--broker-url": "redis://127.0.0.1:1/0"}

@@ -44,7 +44,7 @@ def test_the_rows_in_the_engine_stay_above_nine_tenths_of_what_it_can_run(
     try:
         with open_store(database_url(None)) as store:
             plan = plan_shards(order.sources, SHARD_ROWS)
-            job = store.create_job(
+            job = store.jobs.create(
                 order.spec, order.sources, plan, order.fingerprint, order.identity, order.schema
             )
             info = client.wait_loaded(LOAD_S, lambda: False)
@@ -56,8 +56,8 @@ def test_the_rows_in_the_engine_stay_above_nine_tenths_of_what_it_can_run(
             feed = EngineSupervisor(client, credit_window(smollm2_path, info))
             runner = ShardRunner(
                 store,
-                JobShards(store, job.job_id, current_owner()),
-                ActiveShards(store.status(job.job_id)),
+                JobShards(store.claims, job.job_id, current_owner()),
+                ActiveShards(store.jobs.status(job.job_id)),
                 current_owner(),
                 feed,
                 PrepareAhead(contexts),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gristmill.engine.config import EngineOptions
-from gristmill.engine.null_tokenizer import NullTokenizer
+from gristmill.engine.text.tokenizer import NullTokenizer
 from gristmill.jobs.errors import OutputError
 from gristmill.jobs.owner import current_owner
 from gristmill.jobs.plan.cutting import plan_shards
@@ -71,7 +71,7 @@ class Rig:
         self.store = store
         self.client = client
         self.storage = storage or open_storage(order.spec.output)
-        self.job: JobRecord = store.create_job(
+        self.job: JobRecord = store.jobs.create(
             order.spec, order.sources, plan, order.fingerprint, order.identity, order.schema
         )
         info = client.wait_loaded(LIMIT_S, lambda: False)
@@ -83,8 +83,8 @@ class Rig:
         contexts = Contexts(lambda _: JobContext(preparer, target))
         self.runner = ShardRunner(
             store,
-            JobShards(store, self.job.job_id, current_owner()),
-            ActiveShards(store.status(self.job.job_id)),
+            JobShards(store.claims, self.job.job_id, current_owner()),
+            ActiveShards(store.jobs.status(self.job.job_id)),
             current_owner(),
             self.feed,
             PrepareAhead(contexts),
@@ -102,7 +102,7 @@ class Rig:
             assert time.monotonic() < deadline
 
     def status(self) -> Any:
-        return self.store.status(self.job.job_id)
+        return self.store.jobs.status(self.job.job_id)
 
 
 @contextmanager
@@ -250,7 +250,7 @@ def test_a_shard_that_another_attempt_took_over_is_not_committed_here(kit: Any) 
         rig.turn_until(lambda: rig.display.rows_done() >= 5)
         late_clock = time.time() + 3600
         with open_store(database_url(None), clock=lambda: late_clock) as other:
-            taken = other.claim_shard(rig.job.job_id, replace(current_owner(), host="elsewhere"))
+            taken = other.claims.of_job(rig.job.job_id, replace(current_owner(), host="elsewhere"))
         assert taken is not None
         assert rig.runner.run().end is RunEnd.FINISHED
         assert kit.rows() == []

@@ -65,12 +65,8 @@ def test_a_submission_becomes_a_job_and_is_planned_by_whoever_hears_the_notifier
     handlers: MessageHandlers, notifiers: Notifications, order: dict[str, Any]
 ) -> None:
     job = handlers.submit(order, "task-1")
-    assert (job.state, job.runner, job.model, job.idempotency_key) == (
-        JobState.VALIDATING,
-        Runner.WORKERS,
-        "m",
-        "task-1",
-    )
+    assert (job.state, job.runner) == (JobState.VALIDATING, Runner.WORKERS)
+    assert (job.model, job.idempotency_key) == ("m", "task-1")
     assert notifiers.notified == [(PLAN_JOB, [job.job_id], CONTROL_QUEUE)]
 
 
@@ -79,13 +75,10 @@ def test_the_same_message_again_is_the_same_job(
 ) -> None:
     first = handlers.submit(order, "task-1")
     assert handlers.submit(order, "task-1").job_id == first.job_id
-    keyed = handlers.submit(order | {"idempotency_key": "nightly"}, "task-2")
-    assert (
-        handlers.submit(order | {"idempotency_key": "nightly"}, "task-3").job_id
-        == keyed.job_id
-        != first.job_id
-    )
-    assert len(store.list_jobs()) == 2
+    order["idempotency_key"] = "nightly"
+    keyed = handlers.submit(order, "task-2")
+    assert handlers.submit(order, "task-3").job_id == keyed.job_id != first.job_id
+    assert len(store.jobs.newest()) == 2
     assert len(notifiers.notified) == 2
 
 
@@ -114,7 +107,7 @@ def test_a_wrong_submission_is_a_failed_job_that_says_why(
     assert job.message and said in job.message
     assert notifiers.notified == []
     assert handlers.submit(order | change, "task-1").job_id == job.job_id
-    assert len(store.list_jobs()) == 1
+    assert len(store.jobs.newest()) == 1
 
 
 def test_a_submission_waits_for_the_database(
@@ -122,14 +115,14 @@ def test_a_submission_waits_for_the_database(
 ) -> None:
     monkeypatch.setattr(messages, "RETRY_S", 0.0)
     failures = [StoreUnavailable("restarted")] * 3
-    submit_job = store.submit_job
+    submit_job = store.submissions.submit
 
     def submit_later(*args: Any) -> Any:
         if failures:
             raise failures.pop()
         return submit_job(*args)
 
-    monkeypatch.setattr(store, "submit_job", submit_later)
+    monkeypatch.setattr(store.submissions, "submit", submit_later)
     assert handlers.submit(order, "task-1").state is JobState.VALIDATING
 
 
@@ -142,7 +135,7 @@ def test_a_submission_that_waits_is_given_back_when_the_worker_stops(
         is_asked.set()
         raise StoreUnavailable("down")
 
-    monkeypatch.setattr(store, "submit_job", refuse)
+    monkeypatch.setattr(store.submissions, "submit", refuse)
     threading.Thread(target=lambda: is_asked.wait(10) and handlers.stop()).start()
     with pytest.raises(StoppingError):
         handlers.submit(order, "task-1")
@@ -154,7 +147,7 @@ def test_planning_starts_the_job_and_wakes_the_pool(
     job = handlers.submit(order, "task-1")
     notifiers.notified.clear()
     handlers.plan_job(job.job_id)
-    planned = store.load_job(job.job_id)
+    planned = store.jobs.load(job.job_id)
     assert (planned.state, planned.num_rows) == (JobState.IN_PROGRESS, 40)
     assert notifiers.woken == ["m"]
     assert notifiers.notified == []  # no worker offers the model: such notifiers would pile up
@@ -164,15 +157,14 @@ def test_workers_that_offer_the_model_are_notified_once_a_shard_at_most(
     handlers: MessageHandlers, notifiers: Notifications, store: Store, order: dict[str, Any]
 ) -> None:
     model = WorkerModel("m", "f" * 32, "float32", False)
-    store.register_worker("worker_1", current_owner(), [model], "0.1.0")
+    store.workers.register("worker_1", current_owner(), [model], "0.1.0")
     job = handlers.submit(order, "task-1")
     notifiers.notified.clear()
     handlers.plan_job(job.job_id)
-    num_shards = store.load_job(job.job_id).num_shards
+    num_shards = store.jobs.load(job.job_id).num_shards
     assert 1 < num_shards
-    assert notifiers.notified == [(RUN_SHARDS, ["m"], "gristmill.model.m")] * min(
-        num_shards - 1, messages.MAX_NOTIFICATIONS
-    )
+    num_told = min(num_shards - 1, messages.MAX_NOTIFICATIONS)
+    assert notifiers.notified == [(RUN_SHARDS, ["m"], "gristmill.model.m")] * num_told
 
 
 def test_a_stale_hint_does_nothing(
@@ -198,7 +190,7 @@ def test_a_place_outside_the_roots_is_refused(
 ) -> None:
     job = handlers.submit(order | {"input": ["/etc/passwd"], "input_format": "jsonl"}, "task-1")
     handlers.plan_job(job.job_id)
-    planned = store.load_job(job.job_id)
+    planned = store.jobs.load(job.job_id)
     assert planned.state is JobState.FAILED
     assert "/etc/passwd" in (planned.message or "")
 

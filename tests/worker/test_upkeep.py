@@ -22,9 +22,9 @@ from gristmill.jobs.records import ModelOffer, ShardClaim, WorkerModel
 from gristmill.jobs.spec import parse_spec
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import open_storage
-from gristmill.jobs.store.plans import PIECES_AGAIN_S
+from gristmill.jobs.store.pieces import PIECES_AGAIN_S
 from gristmill.jobs.store.store import Store, open_store
-from gristmill.worker.serve.reconciler import PLAN_PATIENCE_S, Reconciler, WorkerFigures
+from gristmill.worker.serve.reconciler import PLAN_PATIENCE_S, Reconciler, WorkerFigures, WorkerIdentity
 from tests.jobs.cases import ELSEWHERE, Clock, build_results, count_results
 
 OFFER = ModelOffer("tiny", ("auto", "float32"), "f" * 32)
@@ -43,13 +43,11 @@ class Shop:
         self.is_stopping = False
         self.num_woken = 0
         self.now = 0.0
-        store.register_worker("w1", current_owner(), MODELS, "1.0")
+        store.workers.register("w1", current_owner(), MODELS, "1.0")
         self.reconciler = Reconciler(
             store,
-            current_owner(),
-            "w1",
+            WorkerIdentity("w1", current_owner(), [str(folder)]),
             self._notify,
-            [str(folder)],
             lambda: self.is_stopping,
             lambda: WorkerFigures(MODELS, 2, 512),
             self._wake,
@@ -79,32 +77,32 @@ class Shop:
             "prompt": "{{ text }}",
             **fields,
         }
-        return self.store.submit_job(parse_spec(order)).job.job_id
+        return self.store.submissions.submit(parse_spec(order)).job.job_id
 
     def submit_planned(self, num_rows: int = 3, name: str = "a", **fields: Any) -> str:
         job_id = self.submit(num_rows, name, **fields)
         self.turn(2)
         self.turn(PLAN_PATIENCE_S)
-        assert self.state(job_id) is JobState.IN_PROGRESS, self.store.load_job(job_id).message
+        assert self.state(job_id) is JobState.IN_PROGRESS, self.store.jobs.load(job_id).message
         return job_id
 
     def state(self, job_id: str) -> JobState:
-        return self.store.load_job(job_id).state
+        return self.store.jobs.load(job_id).state
 
     def claim(self) -> ShardClaim:
-        claim = self.store.claim_next(OFFER, ELSEWHERE)
+        claim = self.store.claims.next(OFFER, ELSEWHERE)
         assert claim is not None
         return claim
 
     def commit(self, claim: ShardClaim, *rows: int, publish: bool = True, complete: bool = True) -> None:
-        job = self.store.load_job(claim.job_id)
+        job = self.store.jobs.load(claim.job_id)
         storage = open_storage(job.output)
-        schema = build_part_schema([], {}, any_jsonl=True)
+        schema = build_part_schema([], {}, are_typed=False)
         results = build_results(*rows)
         part = write_attempt(storage, claim, results, schema, job.sources, "parquet")
-        assert self.store.commit_shard(claim, part, *count_results(results), complete=complete)
+        assert self.store.shards.commit(claim, part, *count_results(results), complete=complete)
         if publish:
-            publish_part(storage, self.store, claim.shard_id, part)
+            publish_part(storage, self.store.shards, claim.shard_id, part)
 
     def run_all(self, job_id: str) -> None:
         """Runs the only shard of a job that is planned."""
@@ -128,14 +126,14 @@ def test_a_job_that_no_message_brought_is_planned_after_a_while(shop: Shop) -> N
     shop.turn(2)
     assert shop.state(job_id) is JobState.IN_PROGRESS
     assert shop.num_woken == 1
-    assert shop.store.load_job(job_id).num_rows == 3
+    assert shop.store.jobs.load(job_id).num_rows == 3
 
 
 def test_a_job_that_may_not_be_read_here_fails_with_the_reason(shop: Shop) -> None:
     job_id = shop.submit(input=["/etc/passwd.jsonl"])
     shop.turn()
     shop.turn(PLAN_PATIENCE_S)
-    job = shop.store.load_job(job_id)
+    job = shop.store.jobs.load(job_id)
     assert job.state is JobState.FAILED
     assert "/etc/passwd.jsonl" in (job.message or "")
 
@@ -146,7 +144,7 @@ def test_pieces_of_a_large_job_are_sent_to_all_and_planned_here_too(
     monkeypatch.setattr("gristmill.jobs.plan.planner.is_large", lambda *args, **options: True)
     job_id = shop.submit_planned(50)
     assert shop.notified == [(PLAN_PIECE, [job_id, 0], CONTROL_QUEUE)]
-    assert shop.store.load_job(job_id).num_rows == 50
+    assert shop.store.jobs.load(job_id).num_rows == 50
 
 
 def test_pieces_whose_messages_were_lost_are_planned(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +155,11 @@ def test_pieces_whose_messages_were_lost_are_planned(shop: Shop, monkeypatch: py
     assert plan_submitted_job(shop.store, job_id, ELSEWHERE, [str(shop.folder)]) == list(range(10))
     shop.has_broker = False
     shop.turn(PIECES_AGAIN_S - 1)
-    assert shop.store.unplanned_pieces(job_id) == list(range(10))
+    assert shop.store.pieces.unplanned(job_id) == list(range(10))
     shop.turn(2)
     shop.turn(2)
     assert shop.state(job_id) is JobState.IN_PROGRESS
-    assert (shop.store.load_job(job_id).num_rows, shop.num_woken) == (10, 1)
+    assert (shop.store.jobs.load(job_id).num_rows, shop.num_woken) == (10, 1)
 
 
 def test_a_job_without_open_shards_is_finalized(shop: Shop) -> None:
@@ -181,11 +179,11 @@ def test_a_part_that_is_gone_fails_the_job_and_resume_tries_again(shop: Shop) ->
     saved = part.read_bytes()
     part.unlink()
     shop.turn()
-    job = shop.store.load_job(job_id)
+    job = shop.store.jobs.load(job_id)
     assert job.state is JobState.FAILED
     assert "part-00000.parquet" in (job.message or "")
     part.write_bytes(saved)
-    shop.store.resume_job(job_id)
+    shop.store.ends.resume(job_id)
     shop.turn()
     assert shop.state(job_id) is JobState.COMPLETED
 
@@ -194,14 +192,14 @@ def test_a_fault_of_ours_at_the_end_of_a_job_is_shown_in_the_job(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(store: Store, storage: Any, job_id: str, owner: Any) -> None:
-        store.claim_finalize(job_id, owner)
+        store.finalizing.claim(job_id, owner)
         raise AssertionError("2 rows too many")
 
     job_id = shop.submit_planned()
     shop.run_all(job_id)
     monkeypatch.setattr("gristmill.worker.serve.reconciler.finalize_job", fail)
     shop.turn()
-    job = shop.store.load_job(job_id)
+    job = shop.store.jobs.load(job_id)
     assert (job.state, "2 rows too many" in (job.message or "")) == (JobState.FAILED, True)
 
 
@@ -214,7 +212,7 @@ def test_a_place_that_does_not_answer_holds_up_its_own_job_only_and_not_for_a_le
 
     def finalize(store: Store, storage: Any, job_id: str, owner: Any) -> Any:
         if is_away and job_id == first:
-            store.claim_finalize(job_id, owner)
+            store.finalizing.claim(job_id, owner)
             raise OutputUnavailable("s3://bucket does not answer")
         return finalize_job(store, storage, job_id, owner)
 
@@ -238,14 +236,14 @@ def test_a_job_past_its_deadline_expires_and_keeps_what_is_done(shop: Shop) -> N
     assert shop.state(job_id) is JobState.IN_PROGRESS
     shop.turn(100)
     assert shop.state(job_id) is JobState.EXPIRED
-    status = shop.store.status(job_id)
+    status = shop.store.jobs.status(job_id)
     assert (status.completed, status.not_run) == (2, 2)
 
 
 def test_a_stopped_job_ends_when_its_last_shard_is_handed_back_or_lost(shop: Shop) -> None:
     job_id = shop.submit_planned(4, shard_rows=2)
     shop.claim()
-    shop.store.request_cancel(job_id)
+    shop.store.ends.request_cancel(job_id)
     shop.turn()
     assert shop.state(job_id) is JobState.CANCELLING
     shop.turn(61)  # the worker is gone: its lease is over
@@ -255,17 +253,17 @@ def test_a_stopped_job_ends_when_its_last_shard_is_handed_back_or_lost(shop: Sho
 def test_a_part_of_a_stopped_job_that_was_committed_gets_its_name(shop: Shop) -> None:
     job_id = shop.submit_planned(4, shard_rows=2)
     shop.commit(shop.claim(), 0, 1, publish=False)
-    shop.store.request_cancel(job_id)
+    shop.store.ends.request_cancel(job_id)
     shop.turn()
     assert shop.state(job_id) is JobState.CANCELLED
     assert (shop.folder / "a-out" / "part-00000.parquet").exists()
-    assert shop.store.unpublished_parts(job_id) == []
+    assert shop.store.shards.unpublished_parts(job_id) == []
 
 
 def test_a_part_of_a_stopped_job_whose_folder_is_a_newer_jobs_stays_away(shop: Shop) -> None:
     job_id = shop.submit_planned(4, shard_rows=2)
     shop.commit(shop.claim(), 0, 1, publish=False)
-    shop.store.request_cancel(job_id)
+    shop.store.ends.request_cancel(job_id)
     shop.clock.now += 1
     newer = shop.submit(4, prompt="other {{ text }}")
     shop.turn()
@@ -282,14 +280,14 @@ def test_a_part_that_cannot_be_published_is_tried_until_its_place_answers(
 
     job_id = shop.submit_planned(4, shard_rows=2)
     shop.commit(shop.claim(), 0, 1, publish=False)
-    shop.store.request_cancel(job_id)
+    shop.store.ends.request_cancel(job_id)
     with monkeypatch.context() as patch:
         patch.setattr("gristmill.worker.serve.reconciler.publish_part", fail)
         shop.turn()
         shop.turn()
-    assert len(shop.store.unpublished_parts(job_id)) == 1
+    assert len(shop.store.shards.unpublished_parts(job_id)) == 1
     shop.turn()
-    assert shop.store.unpublished_parts(job_id) == []
+    assert shop.store.shards.unpublished_parts(job_id) == []
 
 
 def test_the_end_of_a_job_is_told_until_it_is_acknowledged(shop: Shop) -> None:
@@ -310,7 +308,7 @@ def test_the_end_of_a_job_is_told_until_it_is_acknowledged(shop: Shop) -> None:
     assert len(shop.notified) == 1
     shop.turn(10)
     assert len(shop.notified) == 2
-    shop.store.acknowledge(job_id)
+    shop.store.notices.acknowledge(job_id)
     shop.turn(1000)
     assert len(shop.notified) == 2
 
@@ -325,16 +323,16 @@ def test_a_task_with_a_queue_of_its_own_is_sent_there(shop: Shop) -> None:
 
 def test_the_row_of_the_worker_is_refreshed(shop: Shop) -> None:
     shop.turn(500)
-    (worker,) = shop.store.list_workers()
+    (worker,) = shop.store.workers.load_all()
     assert (worker.seen_at, worker.num_shards, worker.num_rows_in_flight) == (shop.clock.now, 2, 512)
 
 
 def test_a_worker_that_was_forgotten_registers_again(shop: Shop) -> None:
     shop.clock.now += 1e8
-    shop.store.clean(1e6)
-    assert shop.store.list_workers() == []
+    shop.store.ends.clean(1e6)
+    assert shop.store.workers.load_all() == []
     shop.turn()
-    (worker,) = shop.store.list_workers()
+    (worker,) = shop.store.workers.load_all()
     assert (worker.worker_id, worker.models) == ("w1", MODELS)
 
 
@@ -346,7 +344,7 @@ def test_a_database_that_is_away_is_said_once_and_its_return_too(
 
     caplog.set_level(logging.INFO)
     with monkeypatch.context() as patch:
-        patch.setattr(shop.store, "expire_jobs", fail, raising=True)
+        patch.setattr(shop.store.ends, "expire", fail, raising=True)
         for _ in range(5):
             shop.turn()
     assert caplog.text.count("expire waits: no answer") == 1
@@ -362,7 +360,7 @@ def test_a_fault_in_one_duty_leaves_the_others_at_work(
 
     job_id = shop.submit_planned()
     shop.run_all(job_id)
-    monkeypatch.setattr(shop.store, "drain_stopped", fail)
+    monkeypatch.setattr(shop.store.ends, "drain_stopped", fail)
     shop.turn()
     shop.turn()
     assert shop.state(job_id) is JobState.COMPLETED

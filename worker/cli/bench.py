@@ -245,8 +245,7 @@ def check_rows(rows: Sequence[BenchRow], source: BenchSource, engine_options: En
 
 def load_engine(source: BenchSource, engine_options: EngineOptions) -> Engine:
     """The engine of the model, or one with random weights; raises ModelRefused."""
-    from gristmill.engine.build import build_engine
-    from gristmill.engine.model.random_weights import build_random_engine
+    from gristmill.engine.build import build_engine, build_random_engine
 
     if source.model is not None:
         return build_engine(source.model, engine_options)
@@ -264,7 +263,7 @@ def run_bench(
     """Load the engine, run the rows, print the figures; the exit code."""
     check_rows(rows, source, engine_options)
 
-    from gristmill.engine.batch.prefix_theory import max_shared_tokens
+    from gristmill.engine.batch.prefix import max_shared_tokens
     from gristmill.engine.measure.roofline import measure_rates
     from gristmill.worker.show.progress import build_display
     from gristmill.worker.tools.bench.plot import draw_trace
@@ -273,7 +272,7 @@ def run_bench(
 
     engine = load_engine(source, engine_options)
     check_fit(rows, engine.info.max_request_tokens, "the engine holds")
-    rates = measure_rates(engine.runner.model, engine.info.dtype, engine.info.max_num_batched_tokens)
+    rates = measure_rates(engine.runner.model, engine.info.max_num_batched_tokens)
     runs = run_passes(engine, rows, repeat, build_display(sys.stderr))
     problems = [problem for problem in (find_miscount(rows, run) for run in runs) if problem is not None]
     if problems:

@@ -108,7 +108,7 @@ def list_jobs(
     from gristmill.worker.show.report import to_jobs_text, to_status_payload
 
     with open_jobs(database_url) as store:
-        found = [store.status(job.job_id) for job in store.list_jobs(limit)]
+        found = [store.jobs.status(job.job_id) for job in store.jobs.newest(limit)]
     print_out(to_json([to_status_payload(job) for job in found]) if as_json else to_jobs_text(found))
 
 
@@ -118,7 +118,7 @@ def status(job: JobReference, as_json: AsJson = False, database_url: DatabaseUrl
     from gristmill.worker.show.report import to_status_payload, to_status_text
 
     with open_jobs(database_url) as store:
-        found = store.status(load_job(store, job).job_id)
+        found = store.jobs.status(load_job(store, job).job_id)
     print_out(to_json(to_status_payload(found)) if as_json else to_status_text(found))
 
 

@@ -157,7 +157,7 @@ def open_jobs(url: str | None) -> Store:
 
 def load_job(store: Store, reference: str) -> JobRecord:
     """The job that the reference names: an id, the beginning of one, or an output folder."""
-    job = store.find_job(reference)
+    job = store.jobs.find(reference)
     if job is None:
         raise UsageRefused(f"no job {reference!r} in this database: `gristmill list` shows those there are")
     return job

@@ -132,9 +132,9 @@ def resume(job: JobReference, database_url: DatabaseUrl = None, broker_url: Brok
     from gristmill.jobs.states import Runner
 
     with open_jobs(database_url) as store:
-        record = store.find_job(job)
+        record = store.jobs.find(job)
         if record is not None and record.runner == Runner.WORKERS:
-            state = store.resume_job(record.job_id)
+            state = store.ends.resume(record.job_id)
             notify_workers(store, record.job_id, broker_url)
             print_out(f"{record.job_id}: {state}")
             return 0
@@ -151,7 +151,7 @@ def retry(job: JobReference, database_url: DatabaseUrl = None, broker_url: Broke
     with open_jobs(database_url) as store:
         record = load_job(store, job)
         if record.runner == Runner.WORKERS:
-            num_rows = store.retry_failed(record.job_id)
+            num_rows = store.ends.retry_failed(record.job_id)
             notify_workers(store, record.job_id, broker_url)
             print_out(f"{record.job_id}: {num_rows:,} failed rows run again")
             return 0
@@ -166,7 +166,7 @@ def workers(as_json: AsJson = False, database_url: DatabaseUrl = None) -> None:
     from gristmill.worker.show.report import to_worker_payload, to_workers_text
 
     with open_jobs(database_url) as store:
-        found = store.list_workers()
+        found = store.workers.load_all()
     print_out(to_json([to_worker_payload(each) for each in found]) if as_json else to_workers_text(found))
 
 
@@ -195,7 +195,7 @@ def clean(
             if not sys.stdin.isatty():
                 raise UsageRefused("clean deletes jobs from the database: say --yes")
             typer.confirm(f"Delete every job that ended over {older_than} ago from the database?", abort=True)
-        report = store.clean(age_s)
+        report = store.ends.clean(age_s)
     print_out(
         f"{len(report.job_ids):,} jobs and {report.num_workers:,} workers deleted; files were not touched"
     )
@@ -220,10 +220,10 @@ def notify_workers(store: Store, job_id: str, broker: str | None) -> None:
     from gristmill.jobs.client import notify_once
     from gristmill.jobs.states import JobState
 
-    job = store.load_job(job_id)
+    job = store.jobs.load(job_id)
     if job.state is JobState.VALIDATING:
         notify_once(broker, PLAN_JOB, [job_id], CONTROL_QUEUE, job.priority)
-    elif job.model in store.known_models():
+    elif job.model in store.workers.known_models():
         notify_once(broker, RUN_SHARDS, [job.model], model_queue(job.model), job.priority)
 
 

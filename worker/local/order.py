@@ -15,15 +15,16 @@ from gristmill.engine.checkpoint.opening import check_quantization, load_checkpo
 from gristmill.engine.null_engine import is_null_url, parse_null_url
 from gristmill.jobs.errors import JobsError
 from gristmill.jobs.identity import job_identity
-from gristmill.jobs.input.reading import load_columns
-from gristmill.jobs.input.sources import Source, load_sources
+from gristmill.jobs.input.reading import is_typed, load_columns
+from gristmill.jobs.input.sources import load_sources
 from gristmill.jobs.output.schema import build_part_schema
 from gristmill.jobs.owner import Owner
-from gristmill.jobs.plan.cutting import MAX_KEPT_BYTES, Plan, plan_job_shards
+from gristmill.jobs.plan.cutting import MAX_KEPT_BYTES, plan_job_shards
 from gristmill.jobs.plan.starting import discard_unused
 from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.records import JobRecord
 from gristmill.jobs.regroup.regroup import StoppedError, regroup
+from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.store import Store
@@ -57,8 +58,7 @@ def load_order(spec: JobSpec) -> LocalOrder:
     sources = load_sources(spec.input, spec.input_format, spec.output)
     columns = load_columns(sources)
     prompt_source = PromptSource(spec, columns)
-    any_jsonl = any(source.format == "jsonl" for source in sources)
-    schema = build_part_schema(spec.keep, columns, any_jsonl)
+    schema = build_part_schema(spec.keep, columns, is_typed(sources))
     if is_null_url(spec.model):
         parse_null_url(spec.model)
     else:
@@ -106,7 +106,7 @@ def planned_order(
 
 def create_job(order: LocalOrder, planned: LocalPlan, store: Store, owner: Owner) -> JobRecord:
     """The job in the database, held by `owner`."""
-    return store.create_job(
+    return store.jobs.create(
         order.spec,
         order.sources,
         planned.plan,
@@ -126,7 +126,7 @@ def plan_order(
     Where that pays, its rows are sorted by prefix first. Raises KeyboardInterrupt where that is stopped.
     """
     spec = order.spec
-    learned = store.learned_rows_per_s(order.fingerprint, spec.max_tokens)
+    learned = store.jobs.learned_rows_per_s(order.fingerprint, spec.max_tokens)
     rows_per_s = learned or order.assumed_rows_per_s
     plan = plan_job_shards(
         order.sources,

@@ -78,7 +78,7 @@ def _go_on_with(
     with interrupts or Interrupts() as interrupts:
         try:
             with open_store(to_database_url(database_url)) as store:
-                job = store.find_job(reference)
+                job = store.jobs.find(reference)
                 if job is None:
                     raise RefusedError(f"no job {reference!r} in this database: see `gristmill list`")
                 given = {name: value for name, value in job.spec.items() if value is not None}
@@ -117,7 +117,7 @@ class LocalRun:
 
     def run(self) -> int:
         """A new job, or the one that this output folder belongs to."""
-        job = self._store.find_job(self._order.spec.output)
+        job = self._store.jobs.find(self._order.spec.output)
         if self._check(job) == "resume":
             assert job is not None
             return self._go_on(job)
@@ -126,9 +126,9 @@ class LocalRun:
     def retry(self, job: JobRecord) -> int:
         """The failed rows of the job that was asked for."""
         with self._held(job):
-            num_rows = self._store.retry_failed(job.job_id)
+            num_rows = self._store.ends.retry_failed(job.job_id)
         self._display.note(f"{job.job_id}: {num_rows:,} failed rows are computed again")
-        return self.resume(self._store.load_job(job.job_id))
+        return self.resume(self._store.jobs.load(job.job_id))
 
     def resume(self, job: JobRecord) -> int:
         """The job that was asked for."""
@@ -150,7 +150,7 @@ class LocalRun:
                 pass
         with self._start_engine() as client, self._plan() as planned:
             engine = self._wait_loaded(client)
-            latest = self._store.find_job(self._order.spec.output)
+            latest = self._store.jobs.find(self._order.spec.output)
             is_first = latest is None or (earlier is not None and latest.job_id == earlier.job_id)
             if is_first:
                 # Before anything goes: only one process gets past here.
@@ -166,9 +166,9 @@ class LocalRun:
             return self._report(job.job_id)
         with self._held(job):
             if job.state is JobState.CANCELLING:
-                self._store.finish_cancel(job.job_id)
+                self._store.ends.finish_cancel(job.job_id)
             if job.state is JobState.CANCELLING or job.state in RESUMABLE_JOB_STATES:
-                self._store.resume_job(job.job_id)
+                self._store.ends.resume(job.job_id)
             if job.state is JobState.FINALIZING:
                 return self._finalize(job.job_id)
             with self._start_engine() as client:
@@ -181,11 +181,11 @@ class LocalRun:
 
     @contextmanager
     def _held(self, job: JobRecord) -> Iterator[None]:
-        self._store.hold_job(job.job_id, self._owner)
+        self._store.jobs.hold(job.job_id, self._owner)
         try:
             yield
         finally:
-            self._store.release_job(job.job_id, self._owner)
+            self._store.jobs.release(job.job_id, self._owner)
 
     @contextmanager
     def _start_engine(self) -> Iterator[EngineClient]:
@@ -220,8 +220,8 @@ class LocalRun:
                 client.start()
 
     def _run_shards(self, job: JobRecord, engine: LoadedEngine) -> int:
-        redo_publications(self._storage, self._store, job.job_id)
-        status = self._store.status(job.job_id)
+        redo_publications(self._storage, self._store.shards, job.job_id)
+        status = self._store.jobs.status(job.job_id)
         num_done = status.rows - status.not_run
         if num_done:
             self._display.note(f"{job.job_id} goes on: {num_done:,} of {status.rows:,} rows are done")
@@ -243,7 +243,7 @@ class LocalRun:
         contexts = Contexts(lambda _: context)
         return ShardRunner(
             self._store,
-            JobShards(self._store, status.job_id, self._owner),
+            JobShards(self._store.claims, status.job_id, self._owner),
             ActiveShards(status),
             self._owner,
             EngineSupervisor(engine.client, credit_window(spec.model, engine.info)),
@@ -259,16 +259,16 @@ class LocalRun:
         if outcome.end is RunEnd.FINISHED:
             return self._finalize(job_id)
         if outcome.end is RunEnd.INTERRUPTED:
-            status = self._store.status(job_id)
+            status = self._store.jobs.status(job_id)
             print_error(
                 f"interrupted: {status.rows - status.not_run:,} of {status.rows:,} rows are done and safe;"
                 f" run the same command again, or: gristmill resume {job_id}"
             )
             return EXIT_INTERRUPTED
         if outcome.end is RunEnd.CANCELLED:
-            self._store.finish_cancel(job_id)
+            self._store.ends.finish_cancel(job_id)
         else:
-            self._store.fail_job(job_id, outcome.message or outcome.end.value)
+            self._store.ends.fail(job_id, outcome.message or outcome.end.value)
         return self._report(job_id)
 
     def _finalize(self, job_id: str) -> int:
@@ -278,12 +278,12 @@ class LocalRun:
             print_error("interrupted at the end: all rows are done and safe; run the same command again")
             return EXIT_INTERRUPTED
         if state is JobState.CANCELLING:  # asked for when the last shard was done
-            self._store.finish_cancel(job_id)
+            self._store.ends.finish_cancel(job_id)
         return self._report(job_id)
 
     def _report(self, job_id: str) -> int:
         """Prints the final table, and one line on stderr where the job has not completed."""
-        status = self._store.status(job_id)
+        status = self._store.jobs.status(job_id)
         print_out(to_status_text(status, is_live=False))
         if status.state != JobState.COMPLETED:
             state = f"{status.state}: {status.message}" if status.message else status.state

@@ -112,7 +112,7 @@ class Committer:
             )
         reach("commit.before")
         accepted = self._patiently(
-            lambda: self._store.commit_shard(
+            lambda: self._store.shards.commit(
                 claim,
                 part,
                 rows.counts,
@@ -129,10 +129,10 @@ class Committer:
         if part is not None and context is not None:
             self._publish(claim, part, context)
         if failure is not None:
-            self._patiently(lambda: self._store.fail_shard(claim, failure))
+            self._patiently(lambda: self._store.shards.fail(claim, failure))
         if context is not None and context.max_errors is not None and rows.counts.failed:
             max_errors = context.max_errors
-            self._patiently(lambda: self._store.stop_if_too_many_errors(claim.job_id, max_errors))
+            self._patiently(lambda: self._store.ends.stop_if_too_many_errors(claim.job_id, max_errors))
         return Committed(claim, kind, part or claim.part, is_lost=False)
 
     def _strip(self, claim: ShardClaim) -> Committed:
@@ -144,7 +144,7 @@ class Committer:
             lambda: strip_errors(target.storage, claim, target.schema, target.sources, target.output_format)
         )
         accepted = self._patiently(
-            lambda: self._store.commit_shard(claim, part, counts, stats, clear_strip=True)
+            lambda: self._store.shards.commit(claim, part, counts, stats, clear_strip=True)
         )
         if not accepted:
             self._discard(part, context)
@@ -158,7 +158,9 @@ class Committer:
             context.target.storage.delete(part.attempt)
 
     def _publish(self, claim: ShardClaim, part: PartFile, context: JobContext) -> None:
-        self._patiently(lambda: publish_part(context.target.storage, self._store, claim.shard_id, part))
+        self._patiently(
+            lambda: publish_part(context.target.storage, self._store.shards, claim.shard_id, part)
+        )
         self._parts[claim.shard_id] = part
 
     def _patiently(self, call: Callable[[], ResultT]) -> ResultT:

@@ -22,12 +22,12 @@ class RunEvents:
         facts = {"exit_code": died.exit_code, "num_in_flight": len(died.in_flight), "message": str(died)}
         with suppress(Unavailable):
             for work in hit:
-                self._store.record_crash(work.claim)
+                self._store.shards.record_crash(work.claim)
             for job_id in {work.claim.job_id for work in hit}:
-                self._store.record_event(job_id, "engine_died", facts)
+                self._store.jobs.record_event(job_id, "engine_died", facts)
 
     def shard_lost(self, work: ShardWork) -> None:
         """Another attempt owns the shard."""
         facts = {"shard_index": work.claim.range.shard_index, "fence": work.claim.fence}
         with suppress(Unavailable):
-            self._store.record_event(work.claim.job_id, "shard_lost", facts)
+            self._store.jobs.record_event(work.claim.job_id, "shard_lost", facts)

@@ -33,7 +33,7 @@ class Heartbeats:
         """One round. Raises Unavailable when the database does not answer."""
         lost: list[ShardWork] = []
         if works and is_engine_reporting and now - self._last_s >= self._interval_s:
-            heartbeat = self._store.heartbeat(
+            heartbeat = self._store.shards.heartbeat(
                 [work.claim for work in works], {work.claim.shard_id: work.num_done for work in works}
             )
             self._last_s = now
@@ -48,6 +48,6 @@ class Heartbeats:
             job_ids = {work.claim.job_id for work in works}
             if self._only_job is not None:
                 job_ids.add(self._only_job)
-            signals = self._store.touch_jobs(job_ids, self._owner) if job_ids else {}
+            signals = self._store.jobs.touch(job_ids, self._owner) if job_ids else {}
         stopped = [job_id for job_id, signal in signals.items() if signal is Signal.CANCEL]
         return News(stopped, lost)

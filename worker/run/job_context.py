@@ -9,19 +9,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import pyarrow as pa
 
 from gristmill.engine.request import EngineInfo
 from gristmill.engine.text.tokenizer import Tokenizer
-from gristmill.jobs.input.sources import Source
 from gristmill.jobs.output.schema import load_part_schema
 from gristmill.jobs.prompt.source import PromptSource
+from gristmill.jobs.source import Source
 from gristmill.jobs.spec import JobSpec, parse_spec
 from gristmill.jobs.storage.allowed import check_allowed
 from gristmill.jobs.storage.folder import Storage, open_storage
-from gristmill.jobs.store.store import Store
+from gristmill.jobs.store.jobs import Jobs
 from gristmill.worker.run.prepare import Preparer
 
 MAX_CONTEXTS = 32
@@ -33,7 +32,7 @@ class OutputTarget:
 
     storage: Storage
     schema: pa.Schema
-    output_format: Literal["parquet", "jsonl"]
+    output_format: str
     sources: Sequence[Source]
 
 
@@ -76,15 +75,15 @@ class Contexts:
 class ContextLoader:
     """Loads contexts of submitted jobs from the database. RefusedError for one that may not run here."""
 
-    def __init__(self, store: Store, tokenizer: Tokenizer, info: EngineInfo, allow: Sequence[str]) -> None:
-        self._store = store
+    def __init__(self, jobs: Jobs, tokenizer: Tokenizer, info: EngineInfo, allow: Sequence[str]) -> None:
+        self._jobs = jobs
         self._tokenizer = tokenizer
         self._info = info
         self._allow = allow
 
     def load(self, job_id: str) -> JobContext:
         """The context of one job."""
-        job = self._store.load_job(job_id)
+        job = self._jobs.load(job_id)
         spec = parse_spec({name: value for name, value in job.spec.items() if value is not None})
         check_allowed([*(source.uri for source in job.sources), job.output], self._allow)
         return JobContext(

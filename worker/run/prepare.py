@@ -18,13 +18,12 @@ from gristmill.engine.request import EngineInfo, Request, SamplingParams
 from gristmill.engine.text.tokenizer import Tokenizer
 from gristmill.jobs.identity import sample_seed
 from gristmill.jobs.input.reading import load_rows
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.plan.cutting import ShardRange
 from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.regroup.spool import is_spooled, load_spool_rows
 from gristmill.jobs.results import SKIPPED, Result
 from gristmill.jobs.row_errors import RowError, SkipRow
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import ShardRange, Source
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.storage.folder import Storage
 

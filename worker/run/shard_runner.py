@@ -217,7 +217,7 @@ class ShardRunner:
             self._feed.cancel(self._book.drop_pending(work))
             self._book.settle(work)
             with suppress(Unavailable):
-                self._store.release_shard(work.claim)
+                self._store.shards.release(work.claim)
             self._fail_job(committed.claim.job_id, committed.error)
         elif committed.is_lost:
             self._forget(work)
@@ -233,7 +233,7 @@ class ShardRunner:
             raise error
         logger.warning("job %s stops: %s", job_id, error)
         with suppress(Unavailable):
-            self._store.stop_job(job_id, JobState.FAILED, str(error))
+            self._store.ends.stop(job_id, JobState.FAILED, str(error))
 
     def _keep_house(self, now: float) -> None:
         """What is due by the clock: display, heartbeat, checkpoints, a cancel from elsewhere."""
@@ -295,4 +295,4 @@ class ShardRunner:
         self._committer.close()
         with suppress(JobsError):
             for work in self._book.works:
-                self._store.release_shard(work.claim)
+                self._store.shards.release(work.claim)

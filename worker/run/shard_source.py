@@ -9,7 +9,7 @@ from typing import Protocol
 from gristmill.jobs.crash_points import reach
 from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import ModelOffer, ShardClaim
-from gristmill.jobs.store.store import Store
+from gristmill.jobs.store.claims import Claims
 
 LOOK_EVERY_S = 2.0  # without a message: a broker that lost all of them costs no more than this
 SHARE_S = 0.5  # from one claim to the next, for a worker that has plenty to do while it has peers
@@ -36,9 +36,9 @@ class ShardSource(Protocol):
 class JobShards:
     """The shards of one local job, in order."""
 
-    def __init__(self, store: Store, job_id: str, owner: Owner) -> None:
+    def __init__(self, claims: Claims, job_id: str, owner: Owner) -> None:
         self.only_job: str | None = job_id
-        self._store = store
+        self._claims = claims
         self._job_id = job_id
         self._owner = owner
         self._is_exhausted = False
@@ -48,7 +48,7 @@ class JobShards:
         return self._is_exhausted
 
     def claim(self, now: float, has_plenty: bool) -> ShardClaim | None:
-        claim = None if self._is_exhausted else self._store.claim_shard(self._job_id, self._owner)
+        claim = None if self._is_exhausted else self._claims.of_job(self._job_id, self._owner)
         self._is_exhausted = claim is None
         return claim
 
@@ -60,10 +60,10 @@ class ModelShards:
     """The shards of all submitted jobs that name a model; the database decides which one is next."""
 
     def __init__(
-        self, store: Store, offer: ModelOffer, owner: Owner, warm: Callable[[], Collection[str]]
+        self, claims: Claims, offer: ModelOffer, owner: Owner, warm: Callable[[], Collection[str]]
     ) -> None:
         self.only_job: str | None = None
-        self._store = store
+        self._claims = claims
         self._offer = offer
         self._owner = owner
         self._warm = warm
@@ -82,7 +82,7 @@ class ModelShards:
         if has_plenty and self.num_peers and now < self._last_claim_s + SHARE_S:
             return None  # a job of few shards is not taken whole by whoever woke first
         reach("claim.before")
-        claim = self._store.claim_next(self._offer, self._owner, self._warm())
+        claim = self._claims.next(self._offer, self._owner, self._warm())
         if claim is None:
             self._next_look_s = now + LOOK_EVERY_S * random.uniform(0.8, 1.2)
         else:

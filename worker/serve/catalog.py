@@ -17,8 +17,9 @@ from gristmill.engine.config import EngineOptions
 from gristmill.engine.errors import ModelRefused
 from gristmill.engine.null_engine import is_null_url, parse_null_url
 from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.input.files import is_s3
 from gristmill.jobs.records import ModelOffer
-from gristmill.worker.serve.model_cache import ModelCache, is_s3_uri
+from gristmill.worker.serve.model_cache import ModelCache
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 _GGUF = ".gguf"
@@ -121,7 +122,7 @@ def check_name(name: str, place: str) -> None:
 def _list_models(folders: Iterable[str], cache: ModelCache) -> Iterable[tuple[str, str]]:
     """The models directly below each folder, as (name, place); a folder without one is refused."""
     for folder in folders:
-        found = cache.list_models(folder) if is_s3_uri(folder) else _list_local(Path(folder).expanduser())
+        found = cache.list_models(folder) if is_s3(folder) else _list_local(Path(folder).expanduser())
         if not found:
             raise RefusedError(
                 f"--models {folder} holds no model: it is looked through for *{_GGUF} files and for folders with"
@@ -145,7 +146,7 @@ def _list_local(folder: Path) -> list[tuple[str, str]]:
 def _to_local(place: str, cache: ModelCache) -> str:
     if is_null_url(place):
         return place
-    return str(cache.fetch(place)) if is_s3_uri(place) else os.path.abspath(os.path.expanduser(place))
+    return str(cache.fetch(place)) if is_s3(place) else os.path.abspath(os.path.expanduser(place))
 
 
 def _load_entries(name: str, path: str, options: EngineOptions) -> Iterable[CatalogEntry]:

@@ -17,6 +17,7 @@ from gristmill.jobs.broker import (
     PLAN_PIECE,
     RUN_SHARDS,
     SUBMIT,
+    Notify,
     model_queue,
 )
 from gristmill.jobs.errors import JobsError, RefusedError, StoreError, Unavailable
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 RETRY_S = 1.0
 MAX_KEY_CHARS = 255
 MAX_NOTIFICATIONS = 8  # for one job: more workers than that find it by themselves
-Notify = Callable[[str, Sequence[Any], str], bool]
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class MessageHandlers:
 
     def plan_job(self, job_id: str) -> None:
         """Plans a submitted job, or cuts its planning into pieces for everybody."""
-        if self._store.load_job(job_id).state is not JobState.VALIDATING:
+        if self._store.jobs.load(job_id).state is not JobState.VALIDATING:
             return
         pieces = plan_submitted_job(self._store, job_id, self._owner, self._allow, self._stopping.is_set)
         for piece_index in pieces:
@@ -100,34 +100,34 @@ class MessageHandlers:
 
     def acknowledge(self, job_id: str) -> None:
         """The user's on_complete task has heard of the job's end."""
-        self._store.acknowledge(job_id)
+        self._store.notices.acknowledge(job_id)
 
     def _submit(self, fields: dict[str, Any], task_id: str) -> JobRecord:
         key = fields.pop("idempotency_key", None) or task_id
         if not isinstance(key, str) or len(key) > MAX_KEY_CHARS:
             message = f"idempotency_key must be a text of {MAX_KEY_CHARS} characters at most"
-            return self._store.submit_refused(fields, task_id, message)
+            return self._store.submissions.submit_refused(fields, task_id, message)
         try:
             spec = parse_spec(fields)
         except RefusedError as error:
-            return self._store.submit_refused(fields, key, str(error))
+            return self._store.submissions.submit_refused(fields, key, str(error))
         try:
-            submitted = self._store.submit_job(spec, key)
+            submitted = self._store.submissions.submit(spec, key)
         except Unavailable:
             raise
         except (StoreError, RefusedError) as error:  # a text that this database can't hold
-            return self._store.submit_refused({}, key, str(error))
+            return self._store.submissions.submit_refused({}, key, str(error))
         if submitted.is_new:
             self._notify(PLAN_JOB, [submitted.job.job_id], CONTROL_QUEUE)
         return submitted.job
 
     def _announce(self, job_id: str) -> None:
         """Wakes this worker and others for a job that has just been planned."""
-        job = self._store.load_job(job_id)
+        job = self._store.jobs.load(job_id)
         if job.state is not JobState.IN_PROGRESS:
             return
         self._wake(job.model)
-        if job.num_shards > 1 and job.model in self._store.known_models():
+        if job.num_shards > 1 and job.model in self._store.workers.known_models():
             for _ in range(min(job.num_shards - 1, MAX_NOTIFICATIONS)):
                 if not self._notify(RUN_SHARDS, [job.model], model_queue(job.model)):
                     return

@@ -20,7 +20,12 @@ from gristmill.jobs.owner import Owner
 from gristmill.jobs.store.store import Store
 from gristmill.worker.engine.client import EngineClient
 from gristmill.worker.engine.credit_window import credit_window
-from gristmill.worker.engine.supervisor import LOAD_TIMEOUT_S, MAX_LOAD_DEATHS, EngineSupervisor
+from gristmill.worker.engine.supervisor import (
+    ENGINE_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    MAX_LOAD_DEATHS,
+    EngineSupervisor,
+)
 from gristmill.worker.run.active_shards import ActiveShards
 from gristmill.worker.run.committer import Committer
 from gristmill.worker.run.job_context import ContextLoader, Contexts
@@ -41,7 +46,7 @@ class HostOptions:
     allow: Sequence[str]
     engine_options: EngineOptions
     lease_s: float
-    engine_timeout_s: float
+    engine_timeout_s: float = ENGINE_TIMEOUT_S
 
 
 class LogDisplay:
@@ -76,7 +81,7 @@ class ModelHost:
         self._stop = threading.Event()
         self._book = ActiveShards()
         self._contexts: Contexts | None = None
-        self._shards = ModelShards(store, catalog.offer(entry), owner, self._prefix_keys)
+        self._shards = ModelShards(store.claims, catalog.offer(entry), owner, self._prefix_keys)
         self._feed: EngineSupervisor | None = None
         self._thread = threading.Thread(target=self._run, name=f"host-{entry.name}", daemon=True)
         self._thread.start()
@@ -150,7 +155,7 @@ class ModelHost:
 
     def _build_runner(self, client: EngineClient, model: str, info: EngineInfo) -> ShardRunner:
         options = self._options
-        loader = ContextLoader(self._store, load_tokenizer(model), info, options.allow)
+        loader = ContextLoader(self._store.jobs, load_tokenizer(model), info, options.allow)
         contexts = self._contexts = Contexts(loader.load)
         self._feed = EngineSupervisor(
             client,

@@ -10,24 +10,20 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from gristmill.engine.config import EngineOptions
+from gristmill.jobs.broker import Notify
 from gristmill.jobs.errors import JobsError, Unavailable
 from gristmill.jobs.owner import Owner, current_owner
 from gristmill.jobs.records import WorkerModel
 from gristmill.jobs.store.store import Store
-from gristmill.worker.engine.supervisor import ENGINE_TIMEOUT_S
 from gristmill.worker.serve.catalog import Catalog, CatalogEntry
 from gristmill.worker.serve.model_host import HostOptions, ModelHost
-from gristmill.worker.serve.reconciler import Reconciler, WorkerFigures
+from gristmill.worker.serve.reconciler import Reconciler, WorkerFigures, WorkerIdentity
 
 TICK_S = 2.0
 IDLE_S = 5.0  # a model with no work for so long makes room for another
 PATIENCE_S = 60.0  # a model that waits for longer gets room when the shards at hand are done
-
-Notify = Callable[[str, list[Any], str], bool]
 
 logger = logging.getLogger(__name__)
 
@@ -39,45 +35,33 @@ class ModelPool:
         self,
         store: Store,
         catalog: Catalog,
+        options: HostOptions,
         *,
-        allow: Sequence[str],
         max_models: int,
-        engine_options: EngineOptions,
         notify: Notify,
-        lease_s: float,
-        engine_timeout_s: float = ENGINE_TIMEOUT_S,
         version: str = "",
     ) -> None:
         self.owner: Owner = current_owner()
         self.worker_id = f"worker_{uuid.uuid4().hex[:16]}"
-        self.allow = tuple(allow)
+        self.allow = tuple(options.allow)
         self.failure: str | None = None
         self._store = store
         self._catalog = catalog
         self._max_models = max_models
         self._version = version
-        self._options = HostOptions(self.allow, engine_options, lease_s, engine_timeout_s)
+        self._options = options
         self._hosts: dict[CatalogEntry, ModelHost] = {}
         self._idle_since: dict[CatalogEntry, float] = {}
         self._wanted_since: dict[CatalogEntry, float] = {}
         self._stopping = threading.Event()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pool", daemon=True)
-        self._reconciler = Reconciler(
-            store,
-            self.owner,
-            self.worker_id,
-            notify,
-            allow,
-            self._stopping.is_set,
-            self.figures,
-            self.wake,
-            version,
-        )
+        identity = WorkerIdentity(self.worker_id, self.owner, self.allow, version)
+        self._reconciler = Reconciler(store, identity, notify, self._stopping.is_set, self.figures, self.wake)
 
     def start(self) -> None:
         """Registers the worker, and begins. Raises StoreError when the database refuses."""
-        self._store.register_worker(self.worker_id, self.owner, self.figures().models, self._version)
+        self._store.workers.register(self.worker_id, self.owner, self.figures().models, self._version)
         self._reconciler.start()
         self._thread.start()
 
@@ -100,7 +84,7 @@ class ModelPool:
         is_done = all([host.join(max(0.0, deadline - time.monotonic())) for host in hosts])
         self._reconciler.stop(max(0.0, deadline - time.monotonic()))
         try:
-            self._store.stop_worker(self.worker_id, self.failure)
+            self._store.workers.stop(self.worker_id, self.failure)
         except Unavailable as error:
             logger.warning("the worker could not sign off: %s", error)
         return is_done
@@ -152,13 +136,13 @@ class ModelPool:
 
     def _wanted(self, now: float) -> list[CatalogEntry]:
         """The models that jobs wait for and that are not loaded, those that wait longest first."""
-        names = set(self._store.wanted_models())
+        names = set(self._store.claims.wanted_models())
         wanted = [
             entry
             for entry in self._catalog.entries()
             if entry not in self._hosts
             and any((entry.name, dtype) in names for dtype in entry.accepts)
-            and self._store.has_work(self._catalog.offer(entry))
+            and self._store.claims.has_work(self._catalog.offer(entry))
         ]
         self._wanted_since = {entry: self._wanted_since.get(entry, now) for entry in wanted}
         return sorted(wanted, key=lambda entry: self._wanted_since[entry])
@@ -166,7 +150,7 @@ class ModelPool:
     def _count_peers(self) -> None:
         others = [
             worker
-            for worker in self._store.list_workers()
+            for worker in self._store.workers.load_all()
             if worker.state in ("busy", "idle") and worker.worker_id != self.worker_id
         ]
         for entry, host in self._hosts.items():

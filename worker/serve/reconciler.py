@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gristmill.jobs.broker import CALLBACK_QUEUE, CONTROL_QUEUE, PLAN_PIECE
+from gristmill.jobs.broker import CALLBACK_QUEUE, CONTROL_QUEUE, PLAN_PIECE, Notify
 from gristmill.jobs.errors import JobsError, StoreError, StoreUnavailable, Unavailable
 from gristmill.jobs.output.finalize import finalize_job
 from gristmill.jobs.output.publishing import publish_part
@@ -32,7 +32,15 @@ _MAX_PLANS = 8  # jobs in one turn
 _MAX_PIECES_S = 2.0  # for pieces in one turn: jobs wait to be finalized meanwhile
 _STOP_JOIN_S = 5.0
 
-Notify = Callable[[str, list[Any], str], bool]  # task, arguments, queue: False when the broker is away
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who does the work, and where it may."""
+
+    worker_id: str
+    owner: Owner
+    allow: Sequence[str]
+    version: str = ""
 
 
 class WorkerFigures(NamedTuple):
@@ -58,25 +66,19 @@ class Reconciler:
     def __init__(
         self,
         store: Store,
-        owner: Owner,
-        worker_id: str,
+        worker: WorkerIdentity,
         notify: Notify,
-        allow: Sequence[str],
         is_stopping: Callable[[], bool],
         figures: Callable[[], WorkerFigures],
         work_began: Callable[[], None] = lambda: None,
-        version: str = "",
     ) -> None:
         """figures: asked for at each refresh of the workers row. work_began: called when a job was planned here."""
         self._store = store
-        self._owner = owner
-        self._worker_id = worker_id
+        self._worker = worker
         self._notify = notify
-        self._allow = allow
         self._is_stopping = is_stopping
         self._figures = figures
         self._work_began = work_began
-        self._version = version
         self._quick = [
             _Duty("beat", 5.0, self._beat),
             _Duty("expire", 1.0, self._expire),
@@ -148,23 +150,24 @@ class Reconciler:
 
     def _beat(self, now: float) -> None:
         figures = self._figures()
-        if not self._store.beat_worker(self._worker_id, *figures):  # it was cleaned away while we were paused
-            self._store.register_worker(self._worker_id, self._owner, figures.models, self._version)
+        worker = self._worker
+        if not self._store.workers.beat(worker.worker_id, *figures):  # cleaned away while we were paused
+            self._store.workers.register(worker.worker_id, worker.owner, figures.models, worker.version)
 
     def _expire(self, now: float) -> None:
-        for job_id in self._store.expire_jobs():
+        for job_id in self._store.ends.expire():
             logger.info("job %s is past its deadline", job_id)
 
     def _drain(self, now: float) -> None:
-        for job_id in self._store.drain_stopped():
+        for job_id in self._store.ends.drain_stopped():
             self._to_publish.add(job_id)
             logger.info("job %s has stopped", job_id)
 
     def _send_notices(self, now: float) -> None:
-        for notice in self._store.due_notices():
+        for notice in self._store.notices.due():
             if not self._notify(notice.task, [notice.payload], notice.queue or CALLBACK_QUEUE):
                 return  # the broker is away: all of them stay due
-            self._store.notice_sent(notice.job_id, notice.number)
+            self._store.notices.mark_sent(notice.job_id, notice.number)
 
     def _publish(self, now: float) -> None:
         """Parts of stopped jobs that were committed by a process that died before it gave them their names."""
@@ -184,17 +187,17 @@ class Reconciler:
             raise faults[0]
 
     def _publish_job(self, job_id: str) -> None:
-        job = self._store.load_job(job_id)
-        latest = self._store.find_job(job.output)
+        job = self._store.jobs.load(job_id)
+        latest = self._store.jobs.find(job.output)
         if latest is None or latest.job_id != job_id:  # the folder is a newer job's
             return
         storage = open_storage(job.output)
-        for shard_id, part, _ in self._store.unpublished_parts(job_id):
-            publish_part(storage, self._store, shard_id, part)
+        for shard_id, part, _ in self._store.shards.unpublished_parts(job_id):
+            publish_part(storage, self._store.shards, shard_id, part)
 
     def _finalize(self, now: float) -> None:
         """Ends the jobs that have no open shard. One whose place does not answer does not hold up the others."""
-        due = dict.fromkeys([*self._store.jobs_to_finalize(), *sorted(self._unfinished)])
+        due = dict.fromkeys([*self._store.finalizing.waiting(), *sorted(self._unfinished)])
         faults: list[JobsError] = []
         for job_id in due:
             if self._is_stopping():
@@ -211,23 +214,23 @@ class Reconciler:
     def _finalize_job(self, job_id: str) -> None:
         """What can't be repaired by waiting fails the job, with the reason: `resume` tries again."""
         try:
-            output = self._store.load_job(job_id).output
-            finalize_job(self._store, open_storage(output), job_id, self._owner)
+            output = self._store.jobs.load(job_id).output
+            finalize_job(self._store, open_storage(output), job_id, self._worker.owner)
         except (StoreError, Unavailable):
             raise
         except Exception as error:  # the border of a job: else it would be finalizing for ever
             reason = str(error) if isinstance(error, JobsError) else f"internal error, {error!r}"
             logger.warning("job %s can't be finalized: %s", job_id, reason)
-            claim = self._store.claim_finalize(job_id, self._owner)
+            claim = self._store.finalizing.claim(job_id, self._worker.owner)
             if claim is not None:
-                self._store.complete_job(claim, JobState.FAILED, reason)
+                self._store.finalizing.complete(claim, JobState.FAILED, reason)
 
     def _plan(self, now: float) -> None:
         """Plans here what no message has brought to be planned: the broker lost it, or is away."""
-        waiting = self._store.jobs_to_plan()
+        waiting = self._store.plans.waiting()
         self._waiting_since = {job_id: self._waiting_since.get(job_id, now) for job_id in waiting}
         late = [job_id for job_id, since in self._waiting_since.items() if now - since >= PLAN_PATIENCE_S]
-        self._send_pieces(self._store.pieces_to_plan())
+        self._send_pieces(self._store.pieces.waiting())
         faults: list[JobsError] = []
         for job_id in late[:_MAX_PLANS]:
             try:
@@ -247,7 +250,9 @@ class Reconciler:
     def _plan_job(self, job_id: str) -> None:
         if self._is_stopping():
             return
-        pieces = plan_submitted_job(self._store, job_id, self._owner, self._allow, self._is_stopping)
+        pieces = plan_submitted_job(
+            self._store, job_id, self._worker.owner, self._worker.allow, self._is_stopping
+        )
         if pieces:
             self._send_pieces([(job_id, index) for index in pieces])
         else:

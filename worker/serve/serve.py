@@ -17,8 +17,7 @@ from gristmill.engine.config import EngineOptions
 from gristmill.jobs.broker import Notifier, broker_url
 from gristmill.jobs.errors import JobsError, RefusedError, Unavailable
 from gristmill.jobs.storage.s3.check import check_s3
-from gristmill.jobs.store.database import database_url
-from gristmill.jobs.store.shards import LEASE_S
+from gristmill.jobs.store.database import LEASE_S, database_url
 from gristmill.jobs.store.store import Store, open_store
 from gristmill.worker.engine.supervisor import ENGINE_TIMEOUT_S
 from gristmill.worker.serve.catalog import Catalog, load_catalog
@@ -77,45 +76,20 @@ def run_worker(options: WorkerOptions) -> int:
             with wait_for(lambda: open_store(database, lease_s=lease_s)) as store:
                 check_endpoints(allow)
                 notifier = Notifier(url)
-                pool = build_pool(
+                from gristmill.worker.serve.model_host import HostOptions  # late: a refusal is quick
+                from gristmill.worker.serve.model_pool import ModelPool
+
+                pool = ModelPool(
                     store,
                     catalog,
-                    allow,
-                    notifier,
-                    options.max_models,
-                    engine_options,
-                    lease_s,
-                    engine_timeout_s,
+                    HostOptions(allow, engine_options, lease_s, engine_timeout_s),
+                    max_models=options.max_models,
+                    notify=notifier.notify,
+                    version=load_version(),
                 )
                 return serve(pool, store, catalog, url, notifier, signals)
         except KeyboardInterrupt:
             return signals.exit_code
-
-
-def build_pool(
-    store: Store,
-    catalog: Catalog,
-    allow: Sequence[str],
-    notifier: Notifier,
-    max_models: int,
-    engine_options: EngineOptions,
-    lease_s: float,
-    engine_timeout_s: float,
-) -> ModelPool:
-    """What does the work; imported late, so that a refusal is quick."""
-    from gristmill.worker.serve.model_pool import ModelPool
-
-    return ModelPool(
-        store,
-        catalog,
-        allow=allow,
-        max_models=max_models,
-        engine_options=engine_options,
-        notify=notifier.notify,
-        lease_s=lease_s,
-        engine_timeout_s=engine_timeout_s,
-        version=load_version(),
-    )
 
 
 def serve(

@@ -19,6 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gristmill.worker.show.tables import to_duration_text
+
 PLAIN_INTERVAL_S = 5.0
 LIVE_INTERVAL_S = 0.1
 RATE_WINDOW_S = 20.0
@@ -74,17 +76,6 @@ class MovingRate:
             return None
         (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
         return max(0.0, last - first) / (last_s - first_s)
-
-
-def to_duration_text(seconds: float) -> str:
-    """`0:07`, `12:05`, `3:04:05`, `2 d 03:04:05`."""
-    minutes, second = divmod(max(0, round(seconds)), 60)
-    hours, minute = divmod(minutes, 60)
-    if hours == 0:
-        return f"{minute}:{second:02d}"
-    days, hour = divmod(hours, 24)
-    clock = f"{minute:02d}:{second:02d}"
-    return f"{days} d {hour:02d}:{clock}" if days else f"{hour}:{clock}"
 
 
 class ProgressMeter:

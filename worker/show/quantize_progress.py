@@ -12,7 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gristmill.worker.show.progress import MAX_BAR_WIDTH, PLAIN_INTERVAL_S, Clock, to_duration_text
+from gristmill.worker.show.progress import MAX_BAR_WIDTH, PLAIN_INTERVAL_S, Clock
+from gristmill.worker.show.tables import to_duration_text
 
 
 class LayerProgress:

@@ -9,9 +9,17 @@ from typing import Any
 
 from gristmill.jobs.records import JobStatus, WorkerRecord
 from gristmill.jobs.states import RESUMABLE_JOB_STATES, TERMINAL_JOB_STATES, JobState, Runner
-from gristmill.worker.show.progress import Progress, to_duration_text
+from gristmill.worker.show.progress import Progress
+from gristmill.worker.show.tables import (
+    build_table,
+    to_duration_text,
+    to_fields_text,
+    to_number_text,
+    to_seconds_text,
+    to_share_text,
+    to_text,
+)
 
-LABEL_WIDTH = 13
 PERCENTILE_LABELS = {
     "queue_wait_s": "queue wait",
     "time_to_first_token_s": "first token",
@@ -75,9 +83,7 @@ def to_status_text(status: JobStatus, is_live: bool | None = None) -> str:
         ("failed rows", to_retry_command(status) or ""),
     ]
     head, *rest = ((label, text) for label, text in lines if text)
-    return "\n".join(
-        [f"{head[0]}  {head[1]}", *(f"  {label:<{LABEL_WIDTH}} {text}".rstrip() for label, text in rest)]
-    )
+    return to_fields_text("  ".join(head), rest)
 
 
 def to_regrouped_text(regrouped: Mapping[str, Any] | None) -> str:
@@ -193,7 +199,7 @@ def to_jobs_text(statuses: Sequence[JobStatus]) -> str:
         )
         for status in statuses
     ]
-    return to_table(heads, rows)
+    return to_text(build_table(heads, rows))
 
 
 def to_workers_text(workers: Sequence[WorkerRecord]) -> str:
@@ -213,7 +219,7 @@ def to_workers_text(workers: Sequence[WorkerRecord]) -> str:
         )
         for worker in workers
     ]
-    return to_table(heads, rows)
+    return to_text(build_table(heads, rows))
 
 
 def to_worker_payload(worker: WorkerRecord) -> dict[str, Any]:
@@ -223,15 +229,6 @@ def to_worker_payload(worker: WorkerRecord) -> dict[str, Any]:
         "models": [model._asdict() for model in worker.models],
     }
     return payload | {name: to_time_text(payload[name]) for name in WORKER_TIMES}
-
-
-def to_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell."""
-    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (heads, *rows)
-    )
 
 
 def columns(cells: Iterable[str]) -> str:
@@ -247,23 +244,3 @@ def to_counts_text(counts: dict[str, int]) -> str:
 def to_time_text(time_s: float | None) -> str | None:
     """ISO 8601 in UTC, to the second."""
     return None if time_s is None else datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def to_share_text(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
-
-
-def to_number_text(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def to_seconds_text(seconds: float | None) -> str:
-    """`340 us`, `1.2 ms`, `4.56 s`, `12:05`: three figures at most."""
-    if seconds is None:
-        return "-"
-    if seconds >= 100:
-        return to_duration_text(seconds)
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * factor >= 1.0:
-            return f"{seconds * factor:#.3g}".rstrip(".") + f" {unit}"
-    return "0 s"

@@ -26,8 +26,8 @@ from gristmill.engine.checkpoint.formats.rules import (
     part_pattern,
 )
 from gristmill.engine.checkpoint.formats.scheme import Scheme
-from gristmill.engine.checkpoint.json_files import load_optional_json_object
 from gristmill.engine.errors import ModelRefused
+from gristmill.engine.model_files import load_optional_json_object
 
 _LINEAR = re.compile(r"model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj|lm_head")
 # Scales of the KV cache, where the tools of each method write them; and AutoFP8's one scale for both.

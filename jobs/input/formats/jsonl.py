@@ -7,29 +7,54 @@ A record ends at a newline; the last one may lack it. Records of whitespace only
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from gristmill.jobs.errors import SourceError
 from gristmill.jobs.input.bytestream import BLOCK_BYTES, BYTE_ORDER_MARK, ByteStream
 from gristmill.jobs.input.cursors import CursorCache
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.plan.cutting import ShardRange
+from gristmill.jobs.input.files import refuse_unreadable
+from gristmill.jobs.input.formats.base import InputFormat
+from gristmill.jobs.input.formats.jsonl_scan import find_record, scan_records
 from gristmill.jobs.row_errors import RowError
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import ShardRange, Source
 
 MAX_LINE_BYTES = 16 << 20
 MAX_DEPTH = 100
 MAX_BATCH_ROWS = 512
 MAX_BATCH_BYTES = 8 << 20
+_SAMPLE_BLOCK_BYTES = 64 << 10
 
 _cursors: CursorCache[ByteStream] = CursorCache(max_cursors=4)
 # NaN and the infinities are no JSON; other tools write them for "no value", so they are read as null.
 _decode = json.JSONDecoder(parse_constant=lambda name: None).decode
 
 
-def load_jsonl_rows(source: Source, shard: ShardRange) -> Iterator[list[Row]]:
-    """The rows of one range, in batches. SourceError when the file is not as planned."""
+class JsonlFormat(InputFormat):
+    """One JSON object a line, plain or compressed."""
+
+    name = "jsonl"
+    suffixes = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst")
+    is_scanned = True
+    scan_records = staticmethod(scan_records)
+    find_record = staticmethod(find_record)
+
+    def load_columns(self, source: Source, num_records: int) -> dict[str, Any]:
+        try:
+            stream = ByteStream(source)
+            try:
+                return dict.fromkeys(_sample_keys(source.name, stream, num_records))
+            finally:
+                stream.close()
+        except SourceError as error:
+            raise refuse_unreadable(error) from None
+
+    def load_rows(self, source: Source, shard: ShardRange, columns: Collection[str]) -> Iterator[list[Row]]:
+        return _load_rows(source, shard)
+
+
+def _load_rows(source: Source, shard: ShardRange) -> Iterator[list[Row]]:
     key = (source.uri, source.version)
     stream = _cursors.take((*key, shard.byte_offset)) if source.compression else None
     if stream is None:
@@ -185,3 +210,21 @@ def _is_deeper(value: Any, depth: int) -> bool:
         ]
         depth -= 1
     return bool(level)
+
+
+def _sample_keys(name: str, stream: ByteStream, num_records: int) -> dict[str, None]:
+    """Keys of the first records; reads on after 1 MiB only while it has found none."""
+    keys: dict[str, None] = {}
+    row_index = 0
+    for lines in iterate_lines(stream, MAX_LINE_BYTES + BLOCK_BYTES, _SAMPLE_BLOCK_BYTES):
+        for line in lines[: num_records - row_index]:
+            if not isinstance(line, OverlongLine):
+                try:
+                    record = parse_record(name, row_index, line.removeprefix(BYTE_ORDER_MARK))
+                except RowError:
+                    continue  # the row itself reports it, when it is read
+                keys.update(dict.fromkeys(record))
+        row_index += len(lines)
+        if row_index >= num_records or (keys and stream.position >= BLOCK_BYTES):
+            break
+    return keys

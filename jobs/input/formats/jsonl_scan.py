@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gristmill.jobs.input.bytestream import BYTE_ORDER_MARK, ByteStream
-from gristmill.jobs.input.sources import Source
+from gristmill.jobs.input.formats.base import RecordEnds
+from gristmill.jobs.source import Source
 
 _SCAN_BYTES = 4 << 20
 _SEARCH_BYTES = 64 << 10
@@ -18,19 +18,8 @@ _IS_TEXT = np.ones(256, dtype=np.bool_)
 _IS_TEXT[[9, 10, 11, 12, 13, 32]] = False  # what bytes.isspace() says, so that the reader agrees
 
 
-class RecordEnds(NamedTuple):
-    """Where each record ends (after its newline) in the decompressed stream, and whether it is a row."""
-
-    ends: NDArray[np.int64]
-    is_row: NDArray[np.bool_]
-
-
 def scan_records(source: Source, begin: int = 0, end: int | None = None) -> Iterator[RecordEnds]:
-    """The ends of the records that begin in the bytes [begin, end) of the decompressed stream, by chunks.
-
-    `begin` must be the beginning of a record; the last one may end beyond `end`. SourceError when the source
-    can't be read or decompressed.
-    """
+    """As InputFormat.scan_records."""
     stream = ByteStream(source)
     try:
         stream.move_to(begin, end)
@@ -40,7 +29,7 @@ def scan_records(source: Source, begin: int = 0, end: int | None = None) -> Iter
 
 
 def find_record(source: Source, begin: int, end: int) -> int | None:
-    """Where the first record begins that begins in the bytes [begin, end) of a plain source; None: none does."""
+    """As InputFormat.find_record."""
     if begin == 0:
         return 0 if source.size_bytes else None
     stream = ByteStream(source)

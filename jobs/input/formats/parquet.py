@@ -6,28 +6,79 @@ Nothing here depends on row groups: a range may begin and end anywhere, and a gr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from gristmill.jobs.errors import SourceError
+from gristmill.jobs.errors import RefusedError, SourceError
 from gristmill.jobs.input.cursors import CursorCache
-from gristmill.jobs.input.files import expect_ranges, open_input
-from gristmill.jobs.input.footers import PARQUET_ERRORS, open_parquet_file
-from gristmill.jobs.input.sources import Source
-from gristmill.jobs.plan.cutting import ShardRange
+from gristmill.jobs.input.files import expect_ranges, open_input, refuse_unreadable
+from gristmill.jobs.input.formats.base import InputFormat
 from gristmill.jobs.row_errors import RowError
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import ShardRange, Source
 
 MAX_VALUE_BYTES = 16 << 20
+_PARQUET_ERRORS = (pa.ArrowException, OSError)
+_STREAM_BYTES = 1 << 20
 _DECODE_ROWS = 128  # a batch that Arrow decodes at once: a tiny file can expand to gigabytes
 _BATCH_BYTES = 8 << 20
 _VALUE_ERRORS = (pa.ArrowException, ValueError, OverflowError, KeyError)  # KeyError: an unknown time zone
 
 
-def load_parquet_rows(source: Source, shard: ShardRange, columns: Collection[str]) -> Iterator[list[Row]]:
-    """The rows of one range, in batches. SourceError when the file is damaged or not as planned."""
+class ParquetFormat(InputFormat):
+    """Parquet: rows and types are known from the footer; only the columns that are needed are read."""
+
+    name = "parquet"
+    suffixes = (".parquet",)
+    is_scanned = False
+    max_windows = 8  # each decodes its row group up to its first row
+
+    def load_columns(self, source: Source, num_records: int) -> dict[str, Any]:
+        with _open_parquet(source) as file:
+            schema = file.schema_arrow
+        if len(set(schema.names)) != len(schema.names):
+            twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+            raise RefusedError(f"{source.uri!r} has several columns named {twice[0]!r}; rename them")
+        return dict(zip(schema.names, schema.types, strict=True))
+
+    def load_rows(self, source: Source, shard: ShardRange, columns: Collection[str]) -> Iterator[list[Row]]:
+        return _load_rows(source, shard, {*columns, "custom_id"})
+
+    def count_rows(self, source: Source) -> int:
+        with _open_parquet(source) as file:
+            return int(file.metadata.num_rows)
+
+    def load_row_bytes(self, source: Source) -> float:
+        with _open_parquet(source) as file:
+            metadata = file.metadata
+            num_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+            return float(num_bytes / max(1, metadata.num_rows))
+
+
+@contextmanager
+def _open_parquet(source: Source) -> Iterator[Any]:
+    """An open ParquetFile: its footer is read. RefusedError when that can't be done."""
+    try:
+        with open_input(source.uri, source.version, source.size_bytes) as file:
+            yield _open_file(file)
+    except _PARQUET_ERRORS as error:
+        raise RefusedError(
+            f"can't read {source.uri!r} as Parquet: {error}; replace the damaged file"
+        ) from None
+    except SourceError as error:
+        raise refuse_unreadable(error) from None
+
+
+def _open_file(file: Any) -> Any:
+    """A ParquetFile that streams its columns instead of holding a row group."""
+    return pq.ParquetFile(file, buffer_size=_STREAM_BYTES, pre_buffer=False, coerce_int96_timestamp_unit="us")
+
+
+def _load_rows(source: Source, shard: ShardRange, columns: Collection[str]) -> Iterator[list[Row]]:
     names = tuple(sorted(columns))
     key = (source.uri, source.version, names)
     cursor = _cursors.take((*key, shard.first_row))
@@ -58,7 +109,7 @@ class ParquetCursor:
         self._batch: Any = None  # decoded and not yet returned
         self._batches: Iterator[Any] = iter(())
         self._input: Any = open_input(source.uri, source.version, source.size_bytes)
-        self._file: Any = self._try(lambda: open_parquet_file(self._input))
+        self._file: Any = self._try(lambda: _open_file(self._input))
         self._columns = [name for name in self._file.schema_arrow.names if name in columns]
         self._started = False
 
@@ -112,7 +163,7 @@ class ParquetCursor:
     def _try(self, read: Callable[[], Any]) -> Any:
         try:
             return read()
-        except PARQUET_ERRORS as error:
+        except _PARQUET_ERRORS as error:
             name = self._source.uri
             raise SourceError(
                 f"can't read {name!r} after row {self.position}: {error}; replace the file"

@@ -15,12 +15,11 @@ from botocore.exceptions import BotoCoreError, ClientError
 from gristmill.jobs.errors import OutputError, RefusedError, Unavailable
 from gristmill.jobs.storage.s3.client import (
     is_missing,
-    is_refused_condition,
     s3_client,
     s3_errors,
     split_s3_uri,
 )
-from gristmill.jobs.storage.s3.upload import put_object
+from gristmill.jobs.storage.s3.writer import put_object
 
 _DATA = b"gristmill: what was put must come back"
 _METADATA = {"gristmill-attempt": "_attempts/00000-1-check.parquet"}
@@ -66,11 +65,8 @@ def _check_damage(client: Any, place: dict[str, str], copy: dict[str, str]) -> b
 
 
 def _check_condition(client: Any, place: dict[str, str], copy: dict[str, str]) -> bool:
-    try:
-        put_object(client, place, b"other bytes", {}, IfNoneMatch="*")
-    except ClientError as error:
-        return is_refused_condition(error) and bool(client.get_object(**place)["Body"].read() == _DATA)
-    return False
+    is_put = put_object(client, place, b"other bytes", {}, is_new=True)
+    return not is_put and bool(client.get_object(**place)["Body"].read() == _DATA)
 
 
 def _check_range(client: Any, place: dict[str, str], copy: dict[str, str]) -> bool:

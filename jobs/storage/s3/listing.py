@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.storage.s3.client import s3_client, s3_errors, split_s3_uri
-from gristmill.jobs.storage.s3.file import strip_etag
+from gristmill.jobs.storage.s3.reader import S3Object, find_object, strip_etag
 
 _MAGIC = re.compile(r"[*?\[]")
 _PAGE_KEYS = 1000
 _OWN_OUTPUT = ("_attempts", "_manifest.json")
 
 
-class ListedObject(NamedTuple):
-    """One object, as a listing shows it."""
-
-    uri: str
-    size_bytes: int
-    version: str
-
-
-def list_objects(pattern: str, is_wanted: Callable[[str], bool]) -> list[ListedObject]:
+def list_objects(pattern: str, is_wanted: Callable[[str], bool]) -> list[S3Object]:
     """The objects that `pattern` (s3://bucket/...) names; [] when there are none.
 
     An object of exactly that key comes first, then a glob, then a folder. In a folder, `is_wanted(name)`
@@ -37,17 +28,17 @@ def list_objects(pattern: str, is_wanted: Callable[[str], bool]) -> list[ListedO
         return [found]
     if not _MAGIC.search(key):
         folder = key if not key or key.endswith("/") else key + "/"
-        return _take_folder(folder, list(_list_prefix(bucket, folder)), bucket, is_wanted)
+        return _take_folder(folder, list(list_prefix(bucket, folder)), bucket, is_wanted)
     return _match_glob(bucket, key, is_wanted)
 
 
-def _match_glob(bucket: str, pattern: str, is_wanted: Callable[[str], bool]) -> list[ListedObject]:
+def _match_glob(bucket: str, pattern: str, is_wanted: Callable[[str], bool]) -> list[S3Object]:
     matches = re.compile(_to_regex(pattern.rstrip("/"))).fullmatch
-    objects: list[ListedObject] = []
-    folders: dict[str, list[ListedObject]] = {}
+    objects: list[S3Object] = []
+    folders: dict[str, list[S3Object]] = {}
     magic = _MAGIC.search(pattern)
     assert magic is not None
-    for entry in _list_prefix(bucket, pattern[: magic.start()]):
+    for entry in list_prefix(bucket, pattern[: magic.start()]):
         key = _key_of(entry, bucket)
         if not pattern.endswith("/") and matches(key):
             objects.append(entry)
@@ -62,8 +53,8 @@ def _match_glob(bucket: str, pattern: str, is_wanted: Callable[[str], bool]) -> 
 
 
 def _take_folder(
-    folder: str, entries: list[ListedObject], bucket: str, is_wanted: Callable[[str], bool]
-) -> list[ListedObject]:
+    folder: str, entries: list[S3Object], bucket: str, is_wanted: Callable[[str], bool]
+) -> list[S3Object]:
     """Of all objects below `folder`, those that are input."""
     outputs: set[str] = set()  # folders below this one that hold a job's output
     paths = [_key_of(entry, bucket)[len(folder) :].split("/") for entry in entries]
@@ -80,11 +71,11 @@ def _take_folder(
     return chosen
 
 
-def _key_of(entry: ListedObject, bucket: str) -> str:
+def _key_of(entry: S3Object, bucket: str) -> str:
     return entry.uri[len("s3://") + len(bucket) + 1 :]
 
 
-def _list_prefix(bucket: str, prefix: str) -> Iterator[ListedObject]:
+def list_prefix(bucket: str, prefix: str) -> Iterator[S3Object]:
     """All objects below a prefix, without the empty ones that stand for folders."""
     place = f"s3://{bucket}/{prefix}"
     with s3_errors(place, "source"):
@@ -97,18 +88,7 @@ def _list_prefix(bucket: str, prefix: str) -> Iterator[ListedObject]:
             for entry in page.get("Contents", ()):
                 if not entry["Key"].endswith("/"):
                     uri = f"s3://{bucket}/{entry['Key']}"
-                    yield ListedObject(uri, int(entry["Size"]), strip_etag(entry["ETag"]))
-
-
-def find_object(uri: str) -> ListedObject | None:
-    """The object of exactly that key; None when there is none, or no such bucket."""
-    bucket, key = split_s3_uri(uri)
-    try:
-        with s3_errors(uri, "source"):
-            head = s3_client().head_object(Bucket=bucket, Key=key)
-    except FileNotFoundError:
-        return None
-    return ListedObject(uri, int(head["ContentLength"]), strip_etag(head["ETag"]))
+                    yield S3Object(uri, int(entry["Size"]), strip_etag(entry["ETag"]))
 
 
 def _to_regex(pattern: str) -> str:

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-import gristmill.engine.checkpoint.formats.gguf_codes
-from gristmill.engine.checkpoint.formats.gguf_codes import (
+import gristmill.engine.checkpoint.gguf_codes
+from gristmill.engine.checkpoint.gguf import load_gguf, tensor_bytes
+from gristmill.engine.checkpoint.gguf_codes import (
     can_keep_codes,
     iterate_rows,
     load_codes,
     row_order,
     to_codes,
 )
-from gristmill.engine.checkpoint.gguf import load_gguf, tensor_bytes
 from gristmill.engine.checkpoint.gguf_quants import BLOCK_SHAPES, CODE_SHAPES
 from gristmill.engine.checkpoint.opening import load_checkpoint
 from gristmill.engine.checkpoint.tensor_sources import TensorSource
@@ -97,7 +97,7 @@ def test_literal_blocks_give_literal_codes_scales_and_offsets() -> None:
 def test_a_matrix_is_read_from_its_place_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_name: str, slice_weights: int
 ) -> None:
-    monkeypatch.setattr(gristmill.engine.checkpoint.formats.gguf_codes, "MAX_SLICE_WEIGHTS", slice_weights)
+    monkeypatch.setattr(gristmill.engine.checkpoint.gguf_codes, "MAX_SLICE_WEIGHTS", slice_weights)
     raw = random_blocks(type_name, 10, 512 // BLOCK_SHAPES[type_name][0])
     found = load_codes(_write(tmp_path / "a", raw, type_name))
     assert torch.equal(found.dequantize(), _reference(raw, type_name))
@@ -107,7 +107,7 @@ def test_a_matrix_is_read_from_its_place_in_the_file(
 def test_interleaved_rows_come_in_the_order_of_hugging_face(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_weights: int
 ) -> None:
-    monkeypatch.setattr(gristmill.engine.checkpoint.formats.gguf_codes, "MAX_SLICE_WEIGHTS", slice_weights)
+    monkeypatch.setattr(gristmill.engine.checkpoint.gguf_codes, "MAX_SLICE_WEIGHTS", slice_weights)
     raw = random_blocks("Q4_1", 3 * 8, 2)
     found = load_codes(_write(tmp_path / "a", raw, "Q4_1", rotary_heads=3)).dequantize()
     for head in range(3):

@@ -232,14 +232,6 @@ def test_an_index_that_is_not_of_integers_is_refused() -> None:
         GptqScheme(4, 32).build(NAME, tensors)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_scale_that_is_not_finite_is_refused(bad: float) -> None:
-    q, zeros, scales = random_case(16, 64, 2)
-    scales[1, 3] = bad
-    with pytest.raises(ModelRefused, match=f"^tensor {NAME}.scales holds numbers that are not finite"):
-        GptqScheme(4, 32).build(NAME, tensors_of(q, zeros, scales, None))
-
-
 def test_the_stored_tensors_are_named_with_their_shapes() -> None:
     floats = ("F16", "BF16", "F32")
     assert GptqScheme(4, 128).stored(64, 256) == {

@@ -135,7 +135,7 @@ def test_a_truncated_shard_is_refused(folders: dict[str, Path], tmp_path: Path) 
     folder = Path(shutil.copytree(folders["packed"], tmp_path / "short"))
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(ModelRefused, match=r"truncated: tensor model\.[\w.]+ ends at byte \d+"):
+    with pytest.raises(ModelRefused, match=r"truncated: its tensors end at byte \d+"):
         load_checkpoint(str(folder))
 
 

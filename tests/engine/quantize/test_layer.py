@@ -1,4 +1,4 @@
-"""The plain decoder layer against transformers, and what the observer gathers."""
+"""The decoder's layers one at a time against transformers, and what the observer gathers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 import transformers
 
 from gristmill.engine.checkpoint.opening import load_checkpoint
-from gristmill.engine.model.rope import build_rope_tables
 from gristmill.engine.quantize import layer
-from gristmill.engine.quantize.layer import InputObserver, run_sequences
+from gristmill.engine.quantize.layer import InputObserver, LayerRunner
 from tests.engine.tiny_models import CONFIG_CLASSES, build_tiny_model
 
 
@@ -28,23 +27,22 @@ def test_every_layer_computes_what_transformers_does(
     ids = torch.randint(0, 400, (5, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model.model(ids, output_hidden_states=True)
-        hidden, rope = model.model.embed_tokens(ids), build_rope_tables(config, 24)
+        hidden, runner = model.model.embed_tokens(ids), LayerRunner(config, 24)
         state = model.state_dict()
         for index in range(config.num_layers):
             base = f"model.layers.{index}."
             weights = {name.removeprefix(base): t for name, t in state.items() if name.startswith(base)}
-            hidden = run_sequences(config, weights, hidden, rope)
+            hidden = runner.run(weights, hidden)
             if index + 1 < config.num_layers:
                 torch.testing.assert_close(hidden, expected.hidden_states[index + 1])
         torch.testing.assert_close(model.model.norm(hidden), expected.last_hidden_state)
 
 
 def test_an_observer_has_the_means_over_all_batches() -> None:
-    x = torch.randn(6, 5, 3, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
     observer = InputObserver()
-    observer("a", x[:4])
-    observer("a", x[4:])
-    flat = x.view(-1, 3)
+    observer("a", x[:20])
+    observer("a", x[20:])
     gram, mean = observer.means("a")
-    torch.testing.assert_close(gram, flat.T @ flat / 30)
-    torch.testing.assert_close(mean, flat.abs().mean(0))
+    torch.testing.assert_close(gram, x.T @ x / 30)
+    torch.testing.assert_close(mean, x.abs().mean(0))

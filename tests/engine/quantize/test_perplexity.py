@@ -19,9 +19,8 @@ from torch.nn import functional
 
 from gristmill.engine.checkpoint.opening import load_checkpoint
 from gristmill.engine.checkpoint.weights import iterate_weights
-from gristmill.engine.model.rope import build_rope_tables
 from gristmill.engine.quantize.calibration import CalibrationText, build_sequences
-from gristmill.engine.quantize.layer import run_sequences
+from gristmill.engine.quantize.layer import LayerRunner
 from gristmill.engine.quantize.run import Method, QuantizeOrder, plan_quantize, run_quantize
 from gristmill.engine.text.tokenizer import load_tokenizer
 from gristmill.kernels import reference
@@ -94,11 +93,11 @@ def perplexity(folder: Path, sequences: list[list[int]]) -> float:
     }
     ids = torch.tensor(sequences)
     hidden = weights["model.embed_tokens.weight"][ids]
-    rope = build_rope_tables(config, ids.shape[1])
+    runner = LayerRunner(config, ids.shape[1])
     for index in range(config.num_layers):
         base = f"model.layers.{index}."
         layer = {name.removeprefix(base): t for name, t in weights.items() if name.startswith(base)}
-        hidden = run_sequences(config, layer, hidden, rope)
+        hidden = runner.run(layer, hidden)
     hidden = reference.rms_norm(hidden, weights["model.norm.weight"], config.rms_norm_eps)
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     losses = [

@@ -16,8 +16,7 @@ import transformers
 from gristmill.engine.errors import EngineError, ModelRefused
 from gristmill.engine.quantize import run
 from gristmill.engine.quantize.run import QuantizeOrder, plan_quantize, run_quantize
-from gristmill.engine.quantize.tensor_files import read_tensors, write_tensors
-from gristmill.engine.quantize.writer import open_output
+from gristmill.engine.quantize.writer import open_output, read_tensors, write_tensors
 from tests.engine.tiny_models import build_tiny_gguf, build_tiny_model
 
 

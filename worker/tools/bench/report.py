@@ -12,7 +12,7 @@ import numpy as np
 from gristmill.engine.config import ModelConfig
 from gristmill.engine.measure.roofline import MachineRates, StoredBits, estimate_run
 from gristmill.engine.request import EngineInfo
-from gristmill.worker.show.report import LABEL_WIDTH, to_number_text, to_seconds_text, to_share_text
+from gristmill.worker.show.tables import to_fields_text, to_number_text, to_seconds_text, to_share_text
 from gristmill.worker.tools.bench.run import BenchRun, pick_median
 from gristmill.worker.tools.bench.workload import BenchRow
 
@@ -145,7 +145,7 @@ def to_bench_text(payload: Figures) -> str:
     ]
     kernels = "torch" if engine["cpu_kernels"] == "none" else engine["cpu_kernels"]
     head = f"{payload['model']}  {payload['dtype']} on {engine['device']}, {kernels} kernels"
-    return "\n".join([head, *(f"  {label:<{LABEL_WIDTH}} {text}".rstrip() for label, text in lines)])
+    return to_fields_text(head, lines)
 
 
 def to_span_text(values: Sequence[float]) -> str:

@@ -5,8 +5,9 @@ The names are those of published models and say nothing about their weights.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
+from gristmill.engine.checkpoint.architectures import ARCHITECTURES
 from gristmill.engine.config import ModelConfig
 from gristmill.worker.show.console import UsageRefused
 
@@ -26,9 +27,10 @@ def _shape(
     head_dim: int = 0,
     context: int = DEFAULT_CONTEXT_SIZE,
     tied: int = 1,
+    architecture: str = "llama",
 ) -> ModelConfig:
     return ModelConfig(
-        architecture="llama",
+        architecture=architecture,
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -40,6 +42,7 @@ def _shape(
         rms_norm_eps=1e-5,
         rope_theta=100_000.0,
         tie_embeddings=bool(tied),
+        **ARCHITECTURES[architecture].fixed_flags,
     )
 
 
@@ -50,8 +53,8 @@ SHAPES = {
     "llama-3.2-1b": _shape(2048, 16, 32, 8, 8192, 128256),
     "llama-3.2-3b": _shape(3072, 28, 24, 8, 8192, 128256),
     "llama-3.1-8b": _shape(4096, 32, 32, 8, 14336, 128256, tied=0),
-    "qwen2.5-0.5b": replace(_shape(896, 24, 14, 2, 4864, 151936), architecture="qwen2", qkv_bias=True),
-    "qwen3-0.6b": replace(_shape(1024, 28, 16, 8, 3072, 151936, 128), architecture="qwen3", qk_norm=True),
+    "qwen2.5-0.5b": _shape(896, 24, 14, 2, 4864, 151936, architecture="qwen2"),
+    "qwen3-0.6b": _shape(1024, 28, 16, 8, 3072, 151936, 128, architecture="qwen3"),
 }
 
 
@@ -61,7 +64,7 @@ def parse_shape(text: str) -> ModelConfig:
         return SHAPES[text.lower()]
     if "=" not in text:
         raise UsageRefused(f"--shape {text!r} is not known: one of {', '.join(SHAPES)}, or {EXAMPLE}")
-    values: dict[str, int] = {}
+    values: dict[str, Any] = {}
     for item in text.split(","):
         name, _, number = item.strip().partition("=")
         if name not in NEEDED + OPTIONAL:

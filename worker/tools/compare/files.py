@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gristmill.jobs.errors import OutputError
-from gristmill.jobs.input.sources import Source
+from gristmill.jobs.source import Source
 from gristmill.worker.show.console import UsageRefused, to_json
 from gristmill.worker.tools.compare.figures import Figures
 from gristmill.worker.tools.compare.html import to_html

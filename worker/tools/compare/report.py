@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from gristmill.worker.show.report import to_share_text
+from gristmill.worker.show.tables import build_line, build_table, to_share_text, to_text
 from gristmill.worker.tools.compare.figures import EARLY_TOKENS, Figures
 
 MIN_WIDTH, PIPE_WIDTH = 88, 160  # a narrower terminal wraps lines; a file or a pipe has room for long names
@@ -22,23 +19,31 @@ LEGEND = (
     "A's, B's: perplexity of A's answers and of B's, by each model. KL: KL(A || B) a token of A's answers, in nats.",
 )
 
-ToCells = Callable[[Figures], tuple[str, ...]]
+Line = tuple[str, tuple[str, ...]]  # a group's name and cells; the title of a section has none
 
 
-class Section(NamedTuple):
-    """Groups that belong together. title: empty for all rows."""
+class FigureTable(NamedTuple):
+    """One table of a comparison, for a terminal and for the page."""
 
     title: str
-    groups: dict[str, Figures]
+    heads: tuple[str, ...]
+    lines: list[Line]
 
 
-def to_sections(payload: Figures) -> list[Section]:
-    """All rows, then by language and by length."""
-    return [
-        Section("", {"all rows": payload["overall"]}),
-        Section("language", payload["by_language"]),
-        Section("prompt tokens", payload["by_prompt_tokens"]),
+def to_tables(payload: Figures) -> list[FigureTable]:
+    """The answers and, where there are any, the probabilities: all rows, then by language and by length."""
+    kinds: list[tuple[str, tuple[str, ...], Callable[[Figures], tuple[str, ...]]]] = [
+        ("answers", ANSWER_HEADS, to_answer_cells),
+        ("probabilities", SCORE_HEADS, to_score_cells),
     ]
+    tables = []
+    for title, heads, to_cells in kinds if has_scores(payload) else kinds[:1]:
+        lines: list[Line] = [("all rows", to_cells(payload["overall"]))]
+        for name, key in (("by language", "by_language"), ("by prompt tokens", "by_prompt_tokens")):
+            lines.append((name, ()))
+            lines += [(f"  {group}", to_cells(figures)) for group, figures in payload[key].items()]
+        tables.append(FigureTable(title, heads, lines))
+    return tables
 
 
 def has_scores(payload: Figures) -> bool:
@@ -81,46 +86,26 @@ def to_side_text(payload: Figures, side: str) -> str:
 
 def to_compare_text(payload: Figures, width: int | None = None, colors: bool = False) -> str:
     """The tables of `compare`. width: of the terminal, if it is one; colors: with escape codes."""
-    stream = io.StringIO()
-    console = Console(
-        file=stream,
-        width=PIPE_WIDTH if width is None else max(width, MIN_WIDTH),
-        force_terminal=colors,
-        color_system="auto" if colors else None,
-        highlight=False,
-    )
-    for side in ("a", "b"):
-        console.print(Text(f"{side.upper()}  {to_side_text(payload, side)}"), soft_wrap=True)
     tokens = payload["overall"]["tokens"]
     counts = (
         f"{payload['compared']:,} of {payload['rows']:,} rows, answers of {tokens['a']:,} and {tokens['b']:,}"
+        f" tokens; {payload['rows_file']}"
     )
-    console.print(Text(f"{counts} tokens; {payload['rows_file']}"), soft_wrap=True)
-    console.print(_build_table(payload, "answers", ANSWER_HEADS))
-    if has_scores(payload):
-        console.print(_build_table(payload, "probabilities", SCORE_HEADS))
-    for line in LEGEND if has_scores(payload) else LEGEND[:1]:
-        console.print(Text(line, "dim"))
-    for note in payload["notes"]:
-        console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
-
-
-def _build_table(payload: Figures, title: str, heads: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    to_cells = to_answer_cells if heads is ANSWER_HEADS else to_score_cells
-    for name, cells in _iterate_lines(payload, to_cells):
-        table.add_row(Text(name, "" if cells else "dim"), *cells)
-    return table
-
-
-def _iterate_lines(payload: Figures, to_cells: ToCells) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(name, cells) of each line; a section's title has no cells."""
-    for section in to_sections(payload):
-        if section.title:
-            yield f"by {section.title}", ()
-        for name, figures in section.groups.items():
-            yield (f"  {name}" if section.title else name), to_cells(figures)
+    tables = [
+        build_table(
+            ("", *found.heads),
+            [(Text(name, "" if cells else "dim"), *cells) for name, cells in found.lines],
+            title=found.title,
+            right=True,
+        )
+        for found in to_tables(payload)
+    ]
+    return to_text(
+        *(build_line(f"{side.upper()}  {to_side_text(payload, side)}") for side in ("a", "b")),
+        build_line(counts),
+        *tables,
+        *(Text(line, "dim") for line in LEGEND[: len(tables)]),
+        *(build_line(f"note: {note}", "yellow") for note in payload["notes"]),
+        width=PIPE_WIDTH if width is None else max(width, MIN_WIDTH),
+        colors=colors,
+    )

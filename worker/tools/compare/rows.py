@@ -8,11 +8,12 @@ from typing import Any
 
 from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.input.reading import load_columns, load_rows
-from gristmill.jobs.input.sources import Source, load_sources
+from gristmill.jobs.input.sources import load_sources
 from gristmill.jobs.plan.cutting import plan_shards
 from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.row_errors import RowError, SkipRow
 from gristmill.jobs.rows import Row
+from gristmill.jobs.source import Source
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.values import has_lone_surrogate, to_json_text
 from gristmill.worker.tools.compare.languages import UNKNOWN, detect_language

@@ -32,7 +32,7 @@ MIN_MEMORY_BYTES = 2 << 30
 MIN_DISK_BYTES = 1 << 30
 LIBRARIES = (
     *("tokenizers", "numpy", "jinja2", "msgpack", "pyarrow", "pydantic", "sqlalchemy", "alembic"),
-    *("psycopg", "celery", "redis", "boto3", "safetensors"),
+    *("psycopg", "celery", "redis", "boto3", "safetensors", "py3langid"),
 )
 
 

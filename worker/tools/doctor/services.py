@@ -32,7 +32,7 @@ def check_database(url: str | None) -> Check:
     """Opening a store brings an SQLite file up to head and refuses a schema that is newer than this code."""
     try:
         with open_store(database_url(url)) as store:
-            store.list_jobs(1)
+            store.jobs.newest(1)
     except JobsError as error:
         return Check(
             "database", "fail", str(error), "set --database-url or GRISTMILL_DATABASE_URL to one that answers"

@@ -1,7 +1,6 @@
-"""Real Redis, PostgreSQL and S3 (SeaweedFS) for the tests, started from Python wheels on free loopback ports.
+"""Real Redis, PostgreSQL and S3 (SeaweedFS) for the example and the tests, from Python wheels on free loopback ports.
 
-Each has a folder and ports of its own and restarts on them with the data it had. The fixtures are in
-tests/conftest.py; a test that stops a server starts one of its own with `running`.
+Each has a folder and ports of its own and restarts on them with the data it had.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from tests.server_process import HOST, START_S, MissingServerError, Server, wheel_file
+from examples.cluster.server_process import HOST, START_S, MissingServerError, Server, wheel_file
 
 MAX_STARTS = 4
 S3_KEY, S3_SECRET, S3_REGION = "gristmill", "gristmill-secret", "us-east-1"

@@ -8,41 +8,31 @@ from __future__ import annotations
 import hashlib
 import itertools
 import tempfile
-import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, BinaryIO, NamedTuple, cast
-
-from botocore.exceptions import ClientError
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import BinaryIO, cast
 
 from gristmill.jobs.crash_points import reach
 from gristmill.jobs.errors import OutputError, OutputUnavailable, RefusedError, Unavailable
 from gristmill.jobs.storage.hashing_file import HashingFile, write_error
-from gristmill.jobs.storage.s3.client import is_refused_condition, s3_client, s3_errors, split_s3_uri
-from gristmill.jobs.storage.s3.file import S3InputFile, strip_etag
-from gristmill.jobs.storage.s3.upload import PART_BYTES, put_file, put_object
+from gristmill.jobs.storage.s3.client import Kind, s3_client, s3_errors, split_s3_uri
+from gristmill.jobs.storage.s3.reader import S3File, S3Object, copy_object, find_object
+from gristmill.jobs.storage.s3.writer import put_file, put_object
 
 _SPOOL_BYTES = 8 << 20
-_COPY_BYTES = 1 << 20
-_FETCH_TRIES = 4
-_RETRY_S = 0.2
 _DELETE_BATCH = 1000  # what one DeleteObjects takes
 _SHA256 = "gristmill-sha256"
 _ATTEMPT = "gristmill-attempt"
 
 
-class _Fetched(NamedTuple):
-    file: BinaryIO
-    sha256: str
-    metadata: Mapping[str, str]
-
-
 class S3Storage:
     """Objects below one prefix (see gristmill.jobs.storage.folder.Storage for what each method promises)."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, kind: Kind = "output") -> None:
+        """`kind`: whose errors are raised where something fails."""
         self.root = root.rstrip("/")
+        self._kind: Kind = kind
         self._bucket, self._prefix = split_s3_uri(self.root)
         self._client = s3_client()
 
@@ -69,54 +59,48 @@ class S3Storage:
             put_object(self._client, self._at(name), data, _metadata_of(data))
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Writes an object that must not be there yet; whether it holds `data` now.
-
-        412 may be the answer to our own success whose reply was lost, so the bytes decide.
-        """
+        """Writes an object that must not be there yet; whether it holds `data` now."""
         with self._errors(name):
-            try:
-                put_object(self._client, self._at(name), data, _metadata_of(data), IfNoneMatch="*")
+            if put_object(self._client, self._at(name), data, _metadata_of(data), is_new=True):
                 return True
-            except ClientError as error:
-                if not is_refused_condition(error):
-                    raise
         return self.read(name) == data
 
     def open(self, name: str) -> BinaryIO:
         """A reader of the object as it is now; it fetches only what is read."""
-        head = self._head(name)
-        if head is None:
+        found = self.find(name)
+        if found is None:
             raise FileNotFoundError(f"{self.place(name)} is missing")
-        etag, size = strip_etag(head["ETag"]), int(head["ContentLength"])
-        return cast(BinaryIO, S3InputFile(self.place(name), etag, size, kind="output"))
+        file = S3File(found.uri, found.version, found.size_bytes, kind=self._kind, client=self._client)
+        return cast(BinaryIO, file)
 
     def open_checked(self, name: str, sha256: str) -> BinaryIO:
         """A reader of the object as it is now. Raises ValueError for other bytes than expected."""
-        for _ in range(_FETCH_TRIES):
-            file, found, _ = self._fetch(name)
-            if found == sha256:
-                return file
-            file.close()
-        raise ValueError(f"{self.place(name)} holds other bytes than expected")
+        file = self._fetch(name, lambda found, came: came == sha256)
+        if file is None:
+            raise ValueError(f"{self.place(name)} holds other bytes than expected")
+        return file
 
     def read(self, name: str) -> bytes:
         """The bytes of a small object, checked where its metadata has their SHA-256."""
-        for _ in range(_FETCH_TRIES):
-            file, found, metadata = self._fetch(name)
-            with file:
-                if metadata.get(_SHA256, found) == found:
-                    return file.read()
-        raise OutputUnavailable(f"{self.place(name)} arrives damaged: tried again")
+        file = self._fetch(name, lambda found, came: found.metadata.get(_SHA256, came) == came)
+        if file is None:
+            raise OutputUnavailable(f"{self.place(name)} arrives damaged: tried again")
+        with file:
+            return file.read()
 
     def size(self, name: str) -> int | None:
         """Bytes of an object; None when there is none."""
-        head = self._head(name)
-        return None if head is None else int(head["ContentLength"])
+        found = self.find(name)
+        return None if found is None else found.size_bytes
+
+    def find(self, name: str) -> S3Object | None:
+        """What the server says of an object; None when there is none."""
+        return find_object(self.place(name), self._kind, self._client)
 
     def publish(self, attempt: str, name: str) -> bool:
         """Copies the attempt inside the server, unless `name` is that copy; False: the attempt is gone."""
-        head = self._head(name)
-        if head is not None and head["Metadata"].get(_ATTEMPT) == attempt:
+        found = self.find(name)
+        if found is not None and found.metadata.get(_ATTEMPT) == attempt:
             return True
         try:
             with self._errors(name):
@@ -132,8 +116,8 @@ class S3Storage:
 
     def holds(self, name: str, attempt: str, size: int) -> bool:
         """Whether `name` is the copy of that attempt."""
-        head = self._head(name)
-        return head is not None and (head["Metadata"].get(_ATTEMPT), head["ContentLength"]) == (attempt, size)
+        found = self.find(name)
+        return found is not None and (found.metadata.get(_ATTEMPT), found.size_bytes) == (attempt, size)
 
     def delete(self, name: str) -> None:
         """Removes an object."""
@@ -195,44 +179,31 @@ class S3Storage:
         metadata = {_SHA256: file.sha256}
         reach("put.before")
         with self._errors(name):
-            if file.size <= PART_BYTES:
-                put_object(self._client, self._at(name), raw.read(), metadata)
-            else:
-                put_file(self._client, self._at(name), raw, metadata)
+            put_file(self._client, self._at(name), raw, file.size, metadata)
         reach("put.after")
-        head = self._head(name)
-        if head is None or (head["ContentLength"], head["Metadata"].get(_SHA256)) != (file.size, file.sha256):
-            found = "nothing" if head is None else f"{head['ContentLength']} bytes"
+        found = self.find(name)
+        if found is None or (found.size_bytes, found.metadata.get(_SHA256)) != (file.size, file.sha256):
+            held = "nothing" if found is None else f"{found.size_bytes} bytes"
             raise OutputUnavailable(
-                f"{self.place(name)} holds {found} after {file.size} bytes were put: tried again"
+                f"{self.place(name)} holds {held} after {file.size} bytes were put: tried again"
             )
 
-    def _fetch(self, name: str) -> _Fetched:
-        """The whole object in a local temporary file."""
-        for attempt in itertools.count(1):
-            with self._errors(name):
-                answer = self._client.get_object(**self._at(name))
-            body = answer["Body"]
-            file = cast(BinaryIO, tempfile.SpooledTemporaryFile(_SPOOL_BYTES, prefix="gristmill-"))
+    def _fetch(self, name: str, is_intact: Callable[[S3Object, str], bool]) -> BinaryIO | None:
+        """The whole object in a local temporary file; None when it came damaged every time."""
+        with ExitStack() as on_failure:
             try:
-                with self._errors(name):
-                    return _Fetched(file, _copy(body, file), answer["Metadata"])
-            except OutputUnavailable:  # botocore tries again only until the body begins
-                file.close()
-                if attempt == _FETCH_TRIES:
-                    raise
-            except BaseException:
-                file.close()
+                spooled = on_failure.enter_context(
+                    tempfile.SpooledTemporaryFile(_SPOOL_BYTES, prefix="gristmill-")
+                )
+                file = cast(BinaryIO, spooled)
+                found = copy_object(self.place(name), file, "sha256", is_intact, self._kind, self._client)
+            except FileNotFoundError:
                 raise
-            finally:
-                body.close()
-            time.sleep(_RETRY_S * attempt)
-        raise AssertionError("the loop ends by return or raise")
-
-    def _head(self, name: str) -> Any:
-        """What HEAD says of an object; None when there is none."""
-        with suppress(FileNotFoundError), self._errors(name):
-            return self._client.head_object(**self._at(name))
+            except OSError as error:
+                raise write_error(f"a temporary file in {tempfile.gettempdir()}", error) from error
+            if found is not None:
+                on_failure.pop_all()
+                return file
         return None
 
     def _has_objects(self, prefix: str) -> bool:
@@ -247,21 +218,8 @@ class S3Storage:
         return {"Bucket": self._bucket, "Key": self._key(name)}
 
     def _errors(self, name: str = "") -> AbstractContextManager[None]:
-        return s3_errors(self.place(name), "output")
+        return s3_errors(self.place(name), self._kind)
 
 
 def _metadata_of(data: bytes) -> dict[str, str]:
     return {_SHA256: hashlib.sha256(data).hexdigest()}
-
-
-def _copy(body: Any, file: BinaryIO) -> str:
-    """Copies a body into a local file, and goes back to its start; returns the SHA-256."""
-    digest = hashlib.sha256()
-    for block in body.iter_chunks(_COPY_BYTES):
-        digest.update(block)
-        try:
-            file.write(block)
-        except OSError as error:
-            raise write_error(f"a temporary file in {tempfile.gettempdir()}", error) from error
-    file.seek(0)
-    return digest.hexdigest()

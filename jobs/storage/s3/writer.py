@@ -9,22 +9,50 @@ from typing import Any, BinaryIO
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from gristmill.jobs.storage.s3.client import error_code, is_damaged, is_missing, to_md5
+from gristmill.jobs.storage.s3.client import (
+    error_code,
+    is_damaged,
+    is_missing,
+    is_refused_condition,
+    to_md5,
+)
 
 PART_BYTES = 16 << 20
 _DAMAGE_TRIES = 4
 
 
 def put_object(
-    client: Any, place: Mapping[str, str], data: bytes, metadata: Mapping[str, str], **conditions: str
+    client: Any, place: Mapping[str, str], data: bytes, metadata: Mapping[str, str], *, is_new: bool = False
+) -> bool:
+    """Puts `data` at place (Bucket and Key). What was damaged on the way is sent again.
+
+    `is_new`: only where nothing is yet. False: 412 was the answer. It may be that to our own success whose reply
+    was lost, so the bytes that are there decide.
+    """
+    digest, condition = to_md5(data), {"IfNoneMatch": "*"} if is_new else {}
+    try:
+        _send(
+            lambda: client.put_object(**place, Body=data, ContentMD5=digest, Metadata=metadata, **condition)
+        )
+    except ClientError as error:
+        if not is_new or not is_refused_condition(error):
+            raise
+        return False
+    return True
+
+
+def put_file(
+    client: Any, place: Mapping[str, str], file: BinaryIO, size: int, metadata: Mapping[str, str]
 ) -> None:
-    """Puts `data` at place (Bucket and Key). What was damaged on the way is sent again."""
-    digest = to_md5(data)
-    _send(lambda: client.put_object(**place, Body=data, ContentMD5=digest, Metadata=metadata, **conditions))
+    """Puts an open file of that size, a large one by parts."""
+    if size <= PART_BYTES:
+        put_object(client, place, file.read(), metadata)
+    else:
+        _put_parts(client, place, file, metadata)
 
 
-def put_file(client: Any, place: Mapping[str, str], file: BinaryIO, metadata: Mapping[str, str]) -> None:
-    """Puts an open file by parts. On any failure, KeyboardInterrupt too, the upload is aborted."""
+def _put_parts(client: Any, place: Mapping[str, str], file: BinaryIO, metadata: Mapping[str, str]) -> None:
+    """On any failure, KeyboardInterrupt too, the upload is aborted."""
     upload_id = client.create_multipart_upload(**place, Metadata=metadata)["UploadId"]
     is_whole = False
     try:

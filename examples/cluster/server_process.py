@@ -1,6 +1,6 @@
-"""What the tests' servers have in common: a folder, free ports, a start that waits, a stop as a crash is.
+"""What the servers have in common: a folder, free ports, a start that waits, a stop as a crash is.
 
-The servers are in tests/servers.py, and how they end with the test run is in tests/child_process.py.
+The servers are in servers.py, and how they end with this process is in child_process.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import ClassVar, Self
 
 import psutil
 
-from tests.child_process import start_child
+from examples.cluster.child_process import start_child
 
 HOST = "127.0.0.1"
 START_S = 90.0
@@ -55,7 +55,7 @@ class Server(ABC):
     """One server process. `stop` is immediate, as a crash is; `start` after it comes back with the same data."""
 
     num_ports: ClassVar[int] = 1
-    death_signal: ClassVar[int] = signal.SIGKILL  # what it gets when the test run is gone
+    death_signal: ClassVar[int] = signal.SIGKILL  # what it gets when this process is gone
     not_ready: ClassVar[tuple[type[Exception], ...]] = (OSError,)  # what check_ready may raise
 
     def __init__(self, folder: Path) -> None:

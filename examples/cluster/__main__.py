@@ -9,34 +9,50 @@ import argparse
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 import pyarrow.parquet as pq
+from psycopg.rows import dict_row
 
+from examples.cluster.child_process import start_child
+from examples.cluster.server_process import MissingServerError
+from examples.cluster.servers import PostgresServer, RedisServer, S3Server, running
 from gristmill.jobs.client import results
-from tests.integration.cluster import TERMINAL, Cluster
-from tests.server_process import MissingServerError
-from tests.servers import PostgresServer, RedisServer, S3Server, running
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+GRISTMILL = (sys.executable, "-m", "gristmill")
+BUCKET, PLACE = "gristmill", "s3://gristmill/tickets"
+TERMINAL = ("completed", "failed", "cancelled", "expired")
 COLUMNS = ("custom_id", "subject", "body", "language", "priority")
 SYSTEM = (
-    "You work at the help handlers of a software company. Sum up the customer's message in one plain English "
+    "You work at the help desk of a software company. Sum up the customer's message in one plain English "
     "sentence of at most twenty words. Keep product names, error codes and numbers as they are written."
 )
 PROGRESS = """
     SELECT state, rows, rows_done, failed, shards_running, shards_done, tokens_per_s, eta_s
-    FROM job_progress WHERE job_id = :job_id
+    FROM job_progress WHERE job_id = %(job_id)s
 """
 POLL_S = 2.0
 MAX_BODY = 800  # characters: so that a laptop has the answers within a minute or two
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A started `gristmill worker`, and where it logs."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
 
 
 def main() -> int:
@@ -45,20 +61,21 @@ def main() -> int:
     os.chdir(ROOT)
     with ExitStack() as stack:
         try:
-            cluster = start_services(stack, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            s3 = start_services(stack)
         except MissingServerError as error:
             print(f"cluster: {error}", file=sys.stderr)
             return 1
-        os.environ.update(cluster.environment)  # for the reading of the results below
-        start_workers(cluster, options.workers, options.model)
-        num_rows = write_tickets(cluster, options.rows)
-        print(f"s3://gristmill/tickets/in/tickets.parquet: {num_rows} rows\n")
-        job_id = submit(cluster, options.max_tokens, options.shard_rows)
-        state = follow(cluster, job_id, options.timeout_s)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        workers = start_workers(stack, folder, options.workers, options.model)
+        num_rows = write_tickets(s3, options.rows)
+        print(f"{PLACE}/in/tickets.parquet: {num_rows} rows\n")
+        job_id = submit(options.max_tokens, options.shard_rows)
+        state = follow(workers, job_id, options.timeout_s)
         if state != "completed":
-            print(f"job {job_id} is {state}\n{cluster.logs()}", file=sys.stderr)
+            logs = "\n".join(worker.log.read_text(errors="replace")[-1500:] for worker in workers)
+            print(f"job {job_id} is {state}\n{logs}", file=sys.stderr)
             return 1
-        show_results(cluster, job_id)
+        show_results(job_id)
         return 0
 
 
@@ -73,40 +90,42 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start_services(stack: ExitStack, folder: Path) -> Cluster:
-    """The three servers, an empty database and a bucket; all of it ends with the stack."""
+def start_services(stack: ExitStack) -> S3Server:
+    """The three servers, a database with its tables and a bucket; the environment leads to them."""
     redis = stack.enter_context(running(RedisServer))
     postgres = stack.enter_context(running(PostgresServer))
     s3 = stack.enter_context(running(S3Server))
     postgres.execute("CREATE DATABASE gristmill")
     with s3.client() as client:
-        client.create_bucket(Bucket="gristmill")
-    cluster = Cluster(
-        folder,
-        database_url=postgres.url("gristmill"),
-        broker_url=redis.url(),
-        root="s3://gristmill/tickets",
-        s3=s3,
-        lease_s=10.0,
-    )
-    stack.callback(cluster.close)
+        client.create_bucket(Bucket=BUCKET)
+    os.environ.update(s3.environment())
+    os.environ["GRISTMILL_DATABASE_URL"] = postgres.url("gristmill")
+    os.environ["GRISTMILL_BROKER_URL"] = redis.url()
     for name in ("GRISTMILL_DATABASE_URL", "GRISTMILL_BROKER_URL", "AWS_ENDPOINT_URL"):
-        print(f"{name}={cluster.environment[name]}")
-    migrated = cluster.run("migrate")
-    assert migrated.returncode == 0, migrated.stderr
-    return cluster
+        print(f"{name}={os.environ[name]}")
+    subprocess.run([*GRISTMILL, "migrate"], check=True, stdout=subprocess.DEVNULL)
+    return s3
 
 
-def start_workers(cluster: Cluster, count: int, model: str) -> None:
-    """Workers of one torch thread each: they share the cores of one machine."""
-    for _ in range(count):
-        cluster.start_worker({"summariser": model}, is_awaited=False)
-    for worker in cluster.workers:
-        worker.wait_until_up()
-        print(f"worker {worker.pid} is up")
+def start_workers(stack: ExitStack, folder: Path, count: int, model: str) -> list[Worker]:
+    """Workers of one torch thread each, that are up: they share the cores of one machine."""
+    command = [*GRISTMILL, "worker", "--model", f"summariser={model}", "--allow-uri", PLACE]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    workers = []
+    for number in range(count):
+        log = folder / f"worker-{number}.log"
+        workers.append(Worker(start_child(command, log, death_signal=signal.SIGKILL, env=env), log))
+        stack.callback(workers[-1].process.kill)
+    for worker in workers:
+        while "the worker is up" not in (log_text := worker.log.read_text(errors="replace")):
+            if worker.process.poll() is not None:
+                raise RuntimeError(f"a worker ended with {worker.process.poll()}: {log_text[-2000:]}")
+            time.sleep(0.1)
+        print(f"worker {worker.process.pid} is up")
+    return workers
 
 
-def write_tickets(cluster: Cluster, limit: int) -> int:
+def write_tickets(s3: S3Server, limit: int) -> int:
     """The example tickets, but for the broken lines, as Parquet in S3; how many rows."""
     rows: list[dict[str, Any]] = []
     for line in (ROOT / "examples" / "tickets.jsonl").read_bytes().splitlines():
@@ -117,29 +136,32 @@ def write_tickets(cluster: Cluster, limit: int) -> int:
     table = pa.Table.from_pylist(rows[:limit], schema=pa.schema([(name, pa.string()) for name in COLUMNS]))
     content = io.BytesIO()
     pq.write_table(table, content)
-    cluster.write("in/tickets.parquet", content.getvalue())
+    with s3.client() as client:
+        client.put_object(Bucket=BUCKET, Key="tickets/in/tickets.parquet", Body=content.getvalue())
     return int(table.num_rows)
 
 
-def submit(cluster: Cluster, max_tokens: int, shard_rows: int) -> str:
+def submit(max_tokens: int, shard_rows: int) -> str:
     """Hands the job in with the command; its id."""
-    words = ["submit", cluster.place("in/"), "--output", cluster.place("out"), "--model", "summariser"]
+    words = ["submit", f"{PLACE}/in/", "--output", f"{PLACE}/out", "--model", "summariser"]
     words += ["--prompt", "{{ body }}", "--keep", "subject,language,priority", "--stop", "\n"]
     words += ["--max-tokens", str(max_tokens), "--shard-rows", str(shard_rows)]
     print(
         f"$ gristmill {' '.join(json.dumps(word) if '{' in word or word == chr(10) else word for word in words)}"
     )
-    done = cluster.run(*words, "--system", SYSTEM)
-    assert done.returncode == 0, done.stderr
+    command = [*GRISTMILL, *words, "--system", SYSTEM]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.split()[-1]
 
 
-def follow(cluster: Cluster, job_id: str, timeout_s: float) -> str:
+def follow(workers: list[Worker], job_id: str, timeout_s: float) -> str:
     """Prints the job's row of the view job_progress until the job is over; its state."""
     print(f"{job_id}\n\nSQL> {' '.join(PROGRESS.split())}")
     deadline = time.monotonic() + timeout_s
     while True:
-        [row] = cluster.query(PROGRESS, job_id=job_id)
+        with psycopg.connect(os.environ["GRISTMILL_DATABASE_URL"], row_factory=dict_row) as connection:
+            row = connection.execute(PROGRESS, {"job_id": job_id}).fetchone()
+        assert row is not None
         speed = f"{row['tokens_per_s']:,.0f} tokens/s" if row["tokens_per_s"] else ""
         eta = f"{row['eta_s']:.0f} s left" if row["eta_s"] else ""
         print(
@@ -149,15 +171,15 @@ def follow(cluster: Cluster, job_id: str, timeout_s: float) -> str:
         )
         if row["state"] in TERMINAL:
             return str(row["state"])
-        if time.monotonic() > deadline or not cluster.running_workers():
+        if time.monotonic() > deadline or all(worker.process.poll() is not None for worker in workers):
             return f"{row['state']} when time was up or no worker was left"
         time.sleep(POLL_S)
 
 
-def show_results(cluster: Cluster, job_id: str, num_rows: int = 8) -> None:
+def show_results(job_id: str, num_rows: int = 8) -> None:
     """The first completions, read from S3."""
-    table = results(job_id, database_url=cluster.database_url).to_table()
-    print(f"\n{cluster.place('out')}: {table.num_rows} rows\n")
+    table = results(job_id).to_table()
+    print(f"\n{PLACE}/out: {table.num_rows} rows\n")
     for row in table.slice(0, num_rows).to_pylist():
         given = (
             row["completion"]

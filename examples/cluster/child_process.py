@@ -1,4 +1,4 @@
-"""Child processes that end with the test run, also when it is killed: servers and workers start from here.
+"""Child processes that end with this process, also when it is killed: servers and workers start from here.
 
 The kernel is asked to signal the child when the thread that started it is gone, so one thread starts them all,
 and this file, run as a program in the child, asks for it before it becomes the child's program.

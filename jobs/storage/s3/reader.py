@@ -1,15 +1,17 @@
-"""An S3 object as a seekable file: ranged GETs, larger ones where it is read on and on, and nothing else.
+"""Reading from S3: an object as a seekable file, and whole objects copied from it, checked, into local files.
 
-Every GET names the version (ETag) that was planned, so that a changed object is never mixed with the old one.
+All bytes come by ranged GETs, larger ones where an object is read on and on. Every GET names the version (ETag)
+that was planned, so that a changed object is never mixed with the old one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import time
 from bisect import bisect_right
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 from botocore.exceptions import ClientError
 
@@ -28,8 +30,72 @@ _FIRST_BYTES = 64 << 10
 _GET_BYTES = 32 << 20
 _HELD_BYTES = 32 << 20
 _MAX_WINDOWS = 64
-_MAX_TRIES = 5  # of a body that breaks off; botocore itself repeats only what fails before the body
+_COPY_BYTES = 16 << 20
+MAX_TRIES = 5  # of a body that breaks off or comes damaged; botocore repeats only what fails before the body
 _RETRY_S = 0.2
+
+
+class S3Object(NamedTuple):
+    """One version of an object, as a listing or a HEAD shows it."""
+
+    uri: str
+    size_bytes: int
+    version: str  # the ETag without its quotes
+    metadata: Mapping[str, str] = {}  # of a HEAD
+    is_private: bool = False  # encrypted with a key of the user's: the ETag is no MD5
+
+
+def find_object(uri: str, kind: Kind = "source", client: Any = None) -> S3Object | None:
+    """The object of exactly that key; None when there is none, or no such bucket."""
+    bucket, key = split_s3_uri(uri)
+    try:
+        with s3_errors(uri, kind):
+            head = (client or s3_client()).head_object(Bucket=bucket, Key=key)
+            return S3Object(
+                uri,
+                int(head["ContentLength"]),
+                strip_etag(head["ETag"]),
+                head["Metadata"],
+                "SSECustomerAlgorithm" in head
+                or str(head.get("ServerSideEncryption", "")).startswith("aws:kms"),
+            )
+    except FileNotFoundError:
+        return None
+
+
+def copy_object(
+    uri: str,
+    file: BinaryIO,
+    algorithm: str,
+    is_intact: Callable[[S3Object, str], bool],
+    kind: Kind = "source",
+    client: Any = None,
+) -> S3Object | None:
+    """Copies the object as it is now into a local file, which it rewinds; None: it came damaged every time.
+
+    `is_intact` judges a copy by the object and the hex digest of what came. Raises FileNotFoundError; the errors
+    of writing come through as they are.
+    """
+    for _ in range(MAX_TRIES):
+        found = find_object(uri, kind, client)
+        if found is None:
+            raise FileNotFoundError(f"{uri} is missing")
+        file.seek(0)
+        file.truncate()
+        digest = hashlib.new(algorithm, usedforsecurity=False)
+        with S3File(uri, found.version, found.size_bytes, kind=kind, client=client) as source:
+            try:
+                while block := source.read(_COPY_BYTES):
+                    digest.update(block)
+                    file.write(block)
+            except JobsError:
+                if not source.has_changed:
+                    raise
+                continue  # somebody replaced it meanwhile: the new one is as good
+        file.seek(0)
+        if is_intact(found, digest.hexdigest()):
+            return found
+    return None
 
 
 class _Window:
@@ -46,7 +112,7 @@ class _Window:
         return self.start + len(self.data)
 
 
-class S3InputFile(io.RawIOBase):
+class S3File(io.RawIOBase):
     """Reads one version of an object. Several places of it may be read in turn, each from its start onwards.
 
     A read that goes on where a fetched window ends fetches twice as much as the window had, up to 8 MiB;
@@ -55,12 +121,15 @@ class S3InputFile(io.RawIOBase):
     FileNotFoundError and OutputUnavailable. For one thread at a time.
     """
 
-    def __init__(self, uri: str, version: str, size_bytes: int, *, kind: Kind = "source") -> None:
+    def __init__(
+        self, uri: str, version: str, size_bytes: int, *, kind: Kind = "source", client: Any = None
+    ) -> None:
         super().__init__()
         self.uri = uri
         self.size_bytes = size_bytes
-        self.num_bytes_fetched = 0
+        self.has_changed = False  # since this version
         self._kind: Kind = kind
+        self._client = client or s3_client()
         self._version = version
         self._bucket, self._key = split_s3_uri(uri)
         self._position = 0
@@ -150,16 +219,15 @@ class S3InputFile(io.RawIOBase):
         return self._borders[after] if after < len(self._borders) else start
 
     def _get(self, start: int, size: int) -> bytes:
-        for attempt in range(_MAX_TRIES):
+        for attempt in range(MAX_TRIES):
             body = self._open_body(start, size)
             try:
                 with s3_errors(self.uri, self._kind):
                     data: bytes = body.read()
                 if len(data) == size:
-                    self.num_bytes_fetched += size
                     return data
             except Unavailable:
-                if attempt + 1 == _MAX_TRIES:
+                if attempt + 1 == MAX_TRIES:
                     raise
             finally:
                 body.close()
@@ -172,7 +240,7 @@ class S3InputFile(io.RawIOBase):
         try:
             with s3_errors(self.uri, self._kind):
                 try:
-                    response = s3_client().get_object(**place, IfMatch=f'"{self._version}"')
+                    response = self._client.get_object(**place, IfMatch=f'"{self._version}"')
                 except ClientError as error:
                     if is_refused_condition(error) or _is_beyond_end(error):
                         raise self._changed() from None
@@ -187,6 +255,7 @@ class S3InputFile(io.RawIOBase):
         return response["Body"]
 
     def _changed(self) -> JobsError:
+        self.has_changed = True
         if self._kind == "output":
             return OutputError(f"{self.uri!r} changed while it was read; run the same command again")
         return SourceError(f"{self.uri!r} changed since the job was planned; restore it, or start a new job")

@@ -1,4 +1,8 @@
-"""Ended jobs: resumed, their failed rows retried, and in the end deleted."""
+"""What ends a job early, and what happens to a job that has ended: resumed, retried, in the end deleted.
+
+A stop only says so (state cancelling, stopping_as what follows): whoever runs a shard hears it from its next
+heartbeat and commits what is finished. The job ends once nobody runs a shard of it.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +12,107 @@ from sqlalchemy import Connection, Row, and_, case, delete, func, null, or_, sel
 
 from gristmill.jobs.errors import RefusedError, StoreError
 from gristmill.jobs.records import CleanReport
-from gristmill.jobs.states import RESUMABLE_JOB_STATES, TERMINAL_JOB_STATES, JobState, ShardState
+from gristmill.jobs.states import RESUMABLE_JOB_STATES, TERMINAL_JOB_STATES, JobState, Runner, ShardState
 from gristmill.jobs.stats import merge_stats
+from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.folder_rows import check_newest
 from gristmill.jobs.store.job_rows import (
     AT_REST,
     add_event,
     add_job_stats,
+    clean_text,
+    end_job,
     enter_state,
     load_job,
+    load_state,
     lock_job,
     lock_output,
 )
 from gristmill.jobs.store.models import attempts, events, jobs, plan_pieces, shards, workers
-from gristmill.jobs.store.stops import StopStore
+from gristmill.jobs.store.shard_rows import drop_shards, has_shards
 
+_STOPPABLE = (JobState.VALIDATING, JobState.IN_PROGRESS)
 _DELETE_SHARDS = 5000
 _STOPPED = (ShardState.FAILED, ShardState.CANCELLED)
 
 
-class RetryStore(StopStore):
-    """What may happen to a job after its end."""
+class Ends:
+    """What ends a job early, and what may happen to it after its end."""
 
-    def resume_job(self, job_id: str) -> JobState:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def stop(self, job_id: str, state: JobState, message: str | None = None) -> bool:
+        """Asks for the job to end as `state` (cancelled, expired, failed); False when it isn't under way."""
+        with self._database.write() as (connection, now):
+            return _stop(connection, job_id, state, message, now)
+
+    def fail(self, job_id: str, message: str) -> bool:
+        """Ends a job in progress as failed (through finalizing); its other workers are told to stop."""
+        with self._database.write() as (connection, now):
+            if not enter_state(connection, job_id, JobState.FINALIZING, {"finished_at": now}):
+                return False
+            return end_job(connection, job_id, JobState.FAILED, now, message)
+
+    def request_cancel(self, job_id: str) -> JobState:
+        """Asks the job's workers to stop (their heartbeats hear of it); returns the job's state."""
+        with self._database.write() as (connection, now):
+            _stop(connection, job_id, JobState.CANCELLED, None, now)
+            return load_state(connection, job_id)
+
+    def finish_cancel(self, job_id: str) -> bool:
+        """Ends a stopped job unless a live owner still works on it; True once it has ended."""
+        with self._database.write() as (connection, now):
+            _drain(connection, job_id, now)
+            return load_state(connection, job_id) in RESUMABLE_JOB_STATES
+
+    def drain_stopped(self) -> list[str]:
+        """Cancels what nobody alive runs of the queue's stopped jobs; the ids of those that ended now."""
+        with self._database.read() as (connection, _):
+            stopped = jobs.c.state == JobState.CANCELLING, jobs.c.runner == Runner.WORKERS
+            job_ids = connection.scalars(select(jobs.c.id).where(*stopped).order_by(jobs.c.id)).all()
+        ended = []
+        for job_id in job_ids:
+            with self._database.write() as (connection, now):
+                if _drain(connection, job_id, now):
+                    ended.append(job_id)
+        return ended
+
+    def expire(self) -> list[str]:
+        """Stops the queue's jobs whose deadline has passed; their ids."""
+        with self._database.read() as (connection, now):
+            late = jobs.c.state.in_(_STOPPABLE), jobs.c.runner == Runner.WORKERS, jobs.c.deadline_at <= now
+            job_ids = connection.scalars(select(jobs.c.id).where(*late).order_by(jobs.c.id)).all()
+        expired = []
+        for job_id in job_ids:
+            with self._database.write() as (connection, now):
+                row = lock_job(connection, job_id)  # a resume may have lifted the deadline meanwhile
+                if row is None or row.deadline_at is None or row.deadline_at > now:
+                    continue
+                if _stop(connection, job_id, JobState.EXPIRED, "its deadline passed", now):
+                    expired.append(job_id)
+        return expired
+
+    def stop_if_too_many_errors(self, job_id: str, max_errors: int) -> bool:
+        """Stops the job as failed when more than `max_errors` of its committed rows are errors.
+
+        Error rows that a retry is about to take out do not count.
+        """
+        counted = shards.c.job_id == job_id, shards.c.strip_errors.is_(False)
+        with self._database.read() as (connection, _):
+            num_failed = connection.scalar(select(func.sum(shards.c.rows_failed)).where(*counted)) or 0
+        if num_failed <= max_errors:
+            return False
+        message = f"{num_failed} rows failed, --max-errors is {max_errors}"
+        return self.stop(job_id, JobState.FAILED, message)
+
+    def resume(self, job_id: str) -> JobState:
         """Puts a failed, cancelled or expired job back in progress, its undone shards in the queue.
 
         One that was never planned is validated again. A deadline that has passed is lifted. Raises
         RefusedError when a later job took the output folder over.
         """
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             job = _lock_ended(connection, job_id)
             if job.state not in RESUMABLE_JOB_STATES:
                 return JobState(job.state)
@@ -51,10 +127,10 @@ class RetryStore(StopStore):
     def retry_failed(self, job_id: str) -> int:
         """Puts an ended job back in progress to compute its error rows again; how many there are.
 
-        Undone shards come back too, as by resume_job. Whoever claims a shard with strip_errors first takes
+        Undone shards come back too, as by resume. Whoever claims a shard with strip_errors first takes
         the error rows out of its part. Raises RefusedError when there is nothing to retry.
         """
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             job = _lock_ended(connection, job_id)
             if job.state not in TERMINAL_JOB_STATES:
                 raise RefusedError(f"job {job_id} is {job.state}: wait for its end, or cancel it, then retry")
@@ -77,11 +153,11 @@ class RetryStore(StopStore):
 
     def clean(self, older_than_s: float) -> CleanReport:
         """Deletes jobs that ended longer ago than that, and workers last seen before. No file is touched."""
-        with self._read() as (connection, now):
+        with self._database.read() as (connection, now):
             query = select(jobs.c.id).where(*_is_old(now - older_than_s)).order_by(jobs.c.created_at)
             job_ids = connection.scalars(query).all()
         deleted = tuple(job_id for job_id in job_ids if self._delete_job(job_id, older_than_s))
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             gone = delete(workers).where(workers.c.seen_at < now - older_than_s)
             return CleanReport(deleted, connection.execute(gone).rowcount)
 
@@ -89,7 +165,7 @@ class RetryStore(StopStore):
         """The history goes first, some shards at a time, so that nobody waits long; then the job as a whole."""
         last_id = 0
         while True:
-            with self._write() as (connection, now):
+            with self._database.write() as (connection, now):
                 old = select(jobs.c.id).where(jobs.c.id == job_id, *_is_old(now - older_than_s))
                 if connection.scalar(old.with_for_update(key_share=True)) is None:
                     return False
@@ -106,6 +182,26 @@ class RetryStore(StopStore):
                     connection.execute(delete(table).where(table.c.job_id == job_id))
                 connection.execute(delete(jobs).where(jobs.c.id == job_id))
                 return True
+
+
+def _stop(connection: Connection, job_id: str, state: JobState, message: str | None, now: float) -> bool:
+    assert state in RESUMABLE_JOB_STATES, f"a job is not stopped as {state}"
+    values = {"stopping_as": state, "message": None if message is None else clean_text(message)}
+    if not enter_state(connection, job_id, JobState.CANCELLING, values):
+        return False
+    add_event(connection, job_id, now, "stop_requested", {"as": state.value})
+    return True
+
+
+def _drain(connection: Connection, job_id: str, now: float) -> bool:
+    """Ends a stopped job of which no shard is run any more; False when one is, or it isn't stopped."""
+    row = lock_job(connection, job_id)
+    if row is None or row.state != JobState.CANCELLING:
+        return False
+    drop_shards(connection, job_id, now)
+    if has_shards(connection, job_id, [ShardState.RUNNING]):
+        return False
+    return end_job(connection, job_id, JobState(row.stopping_as or JobState.CANCELLED), now)
 
 
 def _lock_ended(connection: Connection, job_id: str) -> Row[Any]:

@@ -1,51 +1,41 @@
-"""What the reconciler asks: which jobs wait to be finalized, and which submitters wait to hear of an end."""
+"""The notices that tell a submitter how its job ended: which are due, sent, acknowledged."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Row, exists, func, select, update
+from sqlalchemy import Row, func, select, update
 
-from gristmill.jobs.owner import Owner, is_dead
 from gristmill.jobs.records import Notice
-from gristmill.jobs.states import TERMINAL_JOB_STATES, JobState, Runner
-from gristmill.jobs.store.finalizing import OPEN_SHARD_STATES
+from gristmill.jobs.states import TERMINAL_JOB_STATES
+from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.models import jobs, shards
-from gristmill.jobs.store.plans import PlanStore
 
 CALLBACK_QUEUE = "gristmill.callbacks"
 NOTICE_DELAYS_S = (15.0, 60.0, 300.0, 1800.0, 7200.0, 43200.0)  # between a notice and the next one
 
 
-class UpkeepStore(PlanStore):
-    """The reconciler's part of Store."""
+class Notices:
+    """The notices that are due, sent and acknowledged."""
 
-    def jobs_to_finalize(self) -> list[str]:
-        """Jobs of the queue whose shards are all at an end, and those whose finalizer died; oldest first."""
-        left = exists().where(shards.c.job_id == jobs.c.id, shards.c.state.in_(OPEN_SHARD_STATES))
-        columns = jobs.c.id, jobs.c.created_at, jobs.c.finalize_owner, jobs.c.finalize_lease_until
-        query = select(*columns).where(jobs.c.runner == Runner.WORKERS)
-        with self._read() as (connection, now):
-            ready = connection.execute(query.where(jobs.c.state == JobState.IN_PROGRESS, ~left)).all()
-            ending = connection.execute(query.where(jobs.c.state == JobState.FINALIZING)).all()
-        found = [*ready, *(row for row in ending if not _is_finalizing(row, now))]
-        return [row.id for row in sorted(found, key=lambda row: (row.created_at, row.id))]
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
-    def due_notices(self) -> list[Notice]:
-        """The notices to send now; notice_sent says who of several senders sends one."""
+    def due(self) -> list[Notice]:
+        """The notices to send now; mark_sent says who of several senders sends one."""
         query = select(jobs).where(jobs.c.state.in_(TERMINAL_JOB_STATES)).order_by(jobs.c.notice_due_at)
-        with self._read() as (connection, now):
+        with self._database.read() as (connection, now):
             due = connection.execute(query.where(jobs.c.notice_due_at <= now)).all()
             return [_build_notice(row, connection.execute(_select_sums(row.id)).one()) for row in due]
 
-    def notice_sent(self, job_id: str, number: int) -> bool:
+    def mark_sent(self, job_id: str, number: int) -> bool:
         """Notes that notice `number` is sent and sets the time of the next one; False when others did.
 
         Call it before sending: one of several senders gets True. A sender that dies then is made up for by
         the next notice.
         """
         delay = NOTICE_DELAYS_S[number - 1] if number <= len(NOTICE_DELAYS_S) else None
-        with self._write() as (connection, now):
+        with self._database.write() as (connection, now):
             due = jobs.c.notices_sent == number - 1, jobs.c.notice_due_at.is_not(None)
             values = {"notices_sent": number, "notice_due_at": None if delay is None else now + delay}
             change = update(jobs).where(jobs.c.id == job_id, *due)
@@ -53,15 +43,9 @@ class UpkeepStore(PlanStore):
 
     def acknowledge(self, job_id: str) -> bool:
         """Ends the notices of a job: its submitter knows. False when none was to come."""
-        with self._write() as (connection, _):
+        with self._database.write() as (connection, _):
             change = update(jobs).where(jobs.c.id == job_id, jobs.c.notice_due_at.is_not(None))
             return connection.execute(change.values(notice_due_at=None)).rowcount == 1
-
-
-def _is_finalizing(row: Any, now: float) -> bool:
-    if row.finalize_lease_until is None or row.finalize_lease_until < now:
-        return False
-    return not is_dead(Owner.from_text(row.finalize_owner))
 
 
 def _select_sums(job_id: str) -> Any:

@@ -1,0 +1,1 @@
+"""`python -m examples.cluster`: the queue on this machine. Its real servers are also those of the tests."""
