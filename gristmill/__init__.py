@@ -1,8 +1,8 @@
 """Gristmill grinds a file of prompts into a file of completions: an offline LLM batch inference worker.
 
-`run` does a job in this process. `submit` hands one to the queue's workers; `status`, `wait`, `cancel`, `resume`, `retry`,
-`list_jobs`, `workers` and `results` are about those. Names are looked up when they are first used: importing a part of
-Gristmill loads nothing that it does not need.
+`run` does a job in this process. `submit` hands one to the queue's workers; `status`, `wait`, `cancel`, `resume`,
+`retry`, `list_jobs`, `workers` and `results` are about those. Names are looked up when they are first used: importing
+a part of Gristmill loads nothing that it does not need.
 """
 
 from __future__ import annotations
@@ -41,8 +41,22 @@ _PLACES = {
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 __all__ = [
-    *("EngineError", "JobSpec", "JobStatus", "JobsError", "RefusedError", "Unavailable"),
-    *("cancel", "list_jobs", "results", "resume", "retry", "run", "status", "submit", "wait", "workers"),
+    "EngineError",
+    "JobSpec",
+    "JobStatus",
+    "JobsError",
+    "RefusedError",
+    "Unavailable",
+    "cancel",
+    "list_jobs",
+    "results",
+    "resume",
+    "retry",
+    "run",
+    "status",
+    "submit",
+    "wait",
+    "workers",
 ]
 
 

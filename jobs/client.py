@@ -10,11 +10,20 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from gristmill.jobs.broker import CONTROL_QUEUE, PLAN_JOB, Notifier, broker_url, has_broker
+from gristmill.jobs.broker import (
+    CONTROL_QUEUE,
+    PLAN_JOB,
+    RUN_SHARDS,
+    Notifier,
+    broker_url,
+    has_broker,
+    model_queue,
+)
 from gristmill.jobs.errors import RefusedError, StoreUnavailable
-from gristmill.jobs.records import JobRecord, JobStatus, Submitted
+from gristmill.jobs.fields import JobFields
+from gristmill.jobs.records import JobRecord, JobStatus, Submitted, WorkerRecord
 from gristmill.jobs.spec import JobSpec, parse_spec
 from gristmill.jobs.states import TERMINAL_JOB_STATES, JobState
 from gristmill.jobs.store.database import database_url as to_database_url
@@ -33,7 +42,7 @@ def submit(
     idempotency_key: str | None = None,
     database_url: str | None = None,
     broker_url: str | None = None,
-    **fields: Any,
+    **fields: Unpack[JobFields],
 ) -> str:
     """Submits a job of these fields of JobSpec and returns its id; the same key again returns the same job.
 
@@ -126,6 +135,36 @@ def cancel_job(store: Store, job_id: str) -> JobState:
     return state
 
 
+def resume(job: str, *, database_url: str | None = None, broker_url: str | None = None) -> JobState:
+    """Goes on with a job of the queue that failed, was cancelled or expired; no committed row runs again."""
+    with open_store(to_database_url(database_url)) as store:
+        job_id = find_job(store, job).job_id
+        state = store.ends.resume(job_id)
+        notify_workers(store, job_id, broker_url)
+        return state
+
+
+def retry(job: str, *, database_url: str | None = None, broker_url: str | None = None) -> int:
+    """Lets the workers run the failed rows of an ended job again, and only these; how many they are."""
+    with open_store(to_database_url(database_url)) as store:
+        job_id = find_job(store, job).job_id
+        num_rows = store.ends.retry_failed(job_id)
+        notify_workers(store, job_id, broker_url)
+        return num_rows
+
+
+def list_jobs(limit: int = 20, *, database_url: str | None = None) -> list[JobStatus]:
+    """The newest jobs, newest first."""
+    with open_store(to_database_url(database_url)) as store:
+        return [store.jobs.status(job.job_id) for job in store.jobs.newest(limit)]
+
+
+def workers(*, database_url: str | None = None) -> list[WorkerRecord]:
+    """The worker processes that this database knows: what they offer, when they were last seen."""
+    with open_store(to_database_url(database_url)) as store:
+        return store.workers.load_all()
+
+
 def results(job: str, *, database_url: str | None = None) -> ds.Dataset:
     """The job's committed rows, completions and errors, as a pyarrow dataset over its part files."""
     from gristmill.jobs.output.dataset import load_dataset
@@ -146,6 +185,15 @@ def find_job(store: Store, reference: str) -> JobRecord:
     if job is None:
         raise RefusedError(f"no job {reference!r} in this database: `gristmill list` shows those there are")
     return job
+
+
+def notify_workers(store: Store, job_id: str, broker: str | None) -> None:
+    """Wakes the workers for a job that was put back in the queue; without a broker they see it by themselves."""
+    job = store.jobs.load(job_id)
+    if job.state is JobState.VALIDATING:
+        notify_once(broker, PLAN_JOB, [job_id], CONTROL_QUEUE, job.priority)
+    elif job.model in store.workers.known_models():
+        notify_once(broker, RUN_SHARDS, [job.model], model_queue(job.model), job.priority)
 
 
 def notify_once(broker: str | None, task: str, args: list[Any], queue: str, priority: str = "normal") -> bool:

@@ -1,4 +1,4 @@
-"""The fields of JobSpec as keyword arguments, so that a type checker finds a misspelt one. A test holds it to the spec."""
+"""The fields of JobSpec as keyword arguments, so that a type checker finds a misspelt one."""
 
 from __future__ import annotations
 

@@ -129,6 +129,7 @@ def worker(
 
 def resume(job: JobReference, database_url: DatabaseUrl = None, broker_url: BrokerUrl = None) -> int:
     """Go on with a job that stopped or failed."""
+    from gristmill.jobs.client import notify_workers
     from gristmill.jobs.states import Runner
 
     with open_jobs(database_url) as store:
@@ -146,6 +147,7 @@ def resume(job: JobReference, database_url: DatabaseUrl = None, broker_url: Brok
 
 def retry(job: JobReference, database_url: DatabaseUrl = None, broker_url: BrokerUrl = None) -> int:
     """Run the failed rows of a job again, and only these."""
+    from gristmill.jobs.client import notify_workers
     from gristmill.jobs.states import Runner
 
     with open_jobs(database_url) as store:
@@ -212,19 +214,6 @@ def parse_age(text: str) -> float:
         return parse_moment(text, now=0.0)
     except ValueError:
         raise UsageRefused(f"--older-than {text!r} is not an age: write 90s, 30m, 12h or 30d") from None
-
-
-def notify_workers(store: Store, job_id: str, broker: str | None) -> None:
-    """Tells the workers of a job that was put back in the queue; without a broker they see it by themselves."""
-    from gristmill.jobs.broker import CONTROL_QUEUE, PLAN_JOB, RUN_SHARDS, model_queue
-    from gristmill.jobs.client import notify_once
-    from gristmill.jobs.states import JobState
-
-    job = store.jobs.load(job_id)
-    if job.state is JobState.VALIDATING:
-        notify_once(broker, PLAN_JOB, [job_id], CONTROL_QUEUE, job.priority)
-    elif job.model in store.workers.known_models():
-        notify_once(broker, RUN_SHARDS, [job.model], model_queue(job.model), job.priority)
 
 
 def follow(store: Store, job_id: str) -> int:
