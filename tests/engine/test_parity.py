@@ -131,8 +131,8 @@ def check_bfloat16(path, oracle, prompts, max_tokens):
 
 
 def test_bfloat16_follows_float32_on_its_own_history(smollm2_path, smollm2_oracle):
-    """1,024 tokens: of 128, five more or less decide. transformers in bfloat16 is at 98.4% too."""
-    check_bfloat16(smollm2_path, smollm2_oracle, workload_prompts([20 + i for i in range(32)]), 32)
+    """Over 1,056 tokens: of 128, two more or less decide. transformers in bfloat16 is at 98.4% of them too."""
+    check_bfloat16(smollm2_path, smollm2_oracle, workload_prompts([30 + 3 * i for i in range(24)]), 44)
 
 
 @pytest.mark.long
