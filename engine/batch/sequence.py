@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
+from dataclasses import fields
 from enum import Enum
 
 import numpy as np
@@ -16,8 +17,14 @@ from numpy.typing import NDArray
 
 from gristmill.engine.batch.prefix_node import PrefixNode
 from gristmill.engine.config import BLOCK_SIZE
-from gristmill.engine.request import GREEDY, Request
+from gristmill.engine.request import Request, SamplingParams
 from gristmill.engine.text.stop import StopChecker
+
+# The numbers of SamplingParams, a column each; what a new one does is said in model/sampler.py.
+SAMPLING_NUMBERS = {
+    field.name: str(field.type) for field in fields(SamplingParams) if field.type in ("float", "int")
+}
+SAMPLING_DTYPE = np.dtype([*SAMPLING_NUMBERS.items(), ("kind", np.int8), ("seed", np.uint64)])
 
 
 class SequenceStatus(Enum):
@@ -112,12 +119,7 @@ class Slots:
         self.ignore_eos = np.zeros(num_slots, bool)
         self.needs_checks = np.zeros(num_slots, bool)  # stop strings or tokens: looked at one by one
         self.has_penalties = np.zeros(num_slots, bool)
-        self.kind = np.full(num_slots, GREEDY, np.int8)
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int64)
-        self.top_p = np.zeros(num_slots, np.float64)
-        self.min_p = np.zeros(num_slots, np.float64)
-        self.seed = np.zeros(num_slots, np.uint64)
+        self.sampling = np.zeros(num_slots, SAMPLING_DTYPE)
         self.first_token_s = np.zeros(num_slots, np.float64)  # nan before the first token
         self.sequences: list[Sequence | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
@@ -215,9 +217,5 @@ class Slots:
         self.ignore_eos[slot] = p.ignore_eos
         self.needs_checks[slot] = bool(p.stop_token_ids) or sequence.stop_checker is not None
         self.has_penalties[slot] = p.has_penalties
-        self.kind[slot] = p.kind
-        self.temperature[slot] = p.temperature
-        self.top_k[slot] = p.top_k
-        self.top_p[slot] = p.top_p
-        self.min_p[slot] = p.min_p
-        self.seed[slot] = sequence.request.seed & 0xFFFFFFFFFFFFFFFF
+        numbers = (getattr(p, name) for name in SAMPLING_NUMBERS)
+        self.sampling[slot] = (*numbers, p.kind, sequence.request.seed & 0xFFFFFFFFFFFFFFFF)

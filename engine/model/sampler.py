@@ -30,33 +30,25 @@ class PenalizedRow:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each row of the logits is sampled; every array is [num_rows]. position: output tokens so far."""
+    """How each row of the logits is sampled. position: output tokens so far. Both [num_rows]."""
 
-    kind: NDArray[np.int8]
-    temperature: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    top_p: NDArray[np.float64]
-    min_p: NDArray[np.float64]
-    seed: NDArray[np.uint64]
+    params: NDArray[np.void]  # of SAMPLING_DTYPE
     position: NDArray[np.int64]
     penalized: tuple[PenalizedRow, ...] = ()
 
     def take(self, rows: NDArray[np.int64]) -> SamplingRows:
         """Some of the rows, without their penalties."""
-        return SamplingRows(
-            self.kind[rows],
-            self.temperature[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-            self.seed[rows],
-            self.position[rows],
-        )
+        return SamplingRows(self.params[rows], self.position[rows])
+
+    def column(self, name: str) -> Tensor:
+        """One parameter of all rows. [num_rows, 1]"""
+        return torch.from_numpy(self.params[name].copy()).unsqueeze(-1)
 
 
 def sampling_rows(slots: Slots, chosen: NDArray[np.int64]) -> SamplingRows | None:
     """The rows of these slots; None where all are greedy and nothing changes their logits."""
-    if not (slots.kind[chosen].any() or slots.has_penalties[chosen].any()):
+    params = slots.sampling[chosen]
+    if not (params["kind"].any() or slots.has_penalties[chosen].any()):
         return None
     penalized = tuple(
         PenalizedRow(
@@ -67,16 +59,7 @@ def sampling_rows(slots: Slots, chosen: NDArray[np.int64]) -> SamplingRows | Non
         )
         for row in np.flatnonzero(slots.has_penalties[chosen])
     )
-    return SamplingRows(
-        slots.kind[chosen],
-        slots.temperature[chosen],
-        slots.top_k[chosen],
-        slots.top_p[chosen],
-        slots.min_p[chosen],
-        slots.seed[chosen],
-        slots.num_tokens[chosen] - slots.num_prompt[chosen],
-        penalized,
-    )
+    return SamplingRows(params, slots.num_tokens[chosen] - slots.num_prompt[chosen], penalized)
 
 
 def sample(
@@ -87,9 +70,10 @@ def sample(
         return argmax(logits).numpy()
     for penalized in rows.penalized:
         _apply_penalties(logits[penalized.row], penalized)
-    tokens = np.empty(len(rows.kind), dtype=np.int64)
-    for kind in np.unique(rows.kind).tolist():
-        chosen = np.flatnonzero(rows.kind == kind)
+    kinds = rows.params["kind"]
+    tokens = np.empty(len(kinds), dtype=np.int64)
+    for kind in np.unique(kinds).tolist():
+        chosen = np.flatnonzero(kinds == kind)
         picked = logits if len(chosen) == len(tokens) else logits[torch.from_numpy(chosen)]
         if kind == GREEDY:
             tokens[chosen] = argmax(picked).numpy()
@@ -141,15 +125,15 @@ def _draw_plain(logits: Tensor, rows: SamplingRows) -> NDArray[np.int64]:
 def _draw_sorted(logits: Tensor, rows: SamplingRows) -> NDArray[np.int64]:
     """From what top-k, then top-p, then min-p leave; each keeps a head of the sorted distribution."""
     vocab_size = logits.shape[-1]
-    top_k = torch.from_numpy(np.where(rows.top_k > 0, np.minimum(rows.top_k, vocab_size), vocab_size))
+    top_k = rows.column("top_k")
+    top_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size)
     probabilities, ids = _probabilities(logits, rows).topk(int(top_k.max()), -1)
     rank = torch.arange(probabilities.shape[-1])
-    probabilities = probabilities.double().masked_fill_(rank >= top_k.unsqueeze(-1), 0.0)
+    probabilities = probabilities.double().masked_fill_(rank >= top_k, 0.0)
     cumulative = probabilities.cumsum(-1)
     before = (cumulative - probabilities) / cumulative[:, -1:]
-    top_p = torch.from_numpy(rows.top_p).unsqueeze(-1)
-    floor = torch.from_numpy(rows.min_p).unsqueeze(-1) * probabilities[:, :1]
-    kept = (before < top_p) & (probabilities >= floor) & (rank < top_k.unsqueeze(-1))
+    floor = rows.column("min_p") * probabilities[:, :1]
+    kept = (before < rows.column("top_p")) & (probabilities >= floor) & (rank < top_k)
     last = kept.sum(-1, keepdim=True).clamp_(min=1) - 1
     target = _uniforms(rows).unsqueeze(-1) * cumulative.gather(1, last)
     picked = torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
@@ -157,8 +141,8 @@ def _draw_sorted(logits: Tensor, rows: SamplingRows) -> NDArray[np.int64]:
 
 
 def _probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
-    return (logits.float() / torch.from_numpy(rows.temperature).unsqueeze(-1)).softmax(-1)
+    return (logits.float() / rows.column("temperature").float()).softmax(-1)
 
 
 def _uniforms(rows: SamplingRows) -> Tensor:
-    return torch.from_numpy(uniform(rows.seed, rows.position.astype(np.uint64)))
+    return torch.from_numpy(uniform(rows.params["seed"], rows.position.astype(np.uint64)))

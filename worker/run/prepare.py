@@ -56,20 +56,8 @@ class PreparedBatch:
 
 def build_sampling(spec: JobSpec) -> SamplingParams:
     """The job's sampling as the engine takes it."""
-    s = spec.sampling
-    return SamplingParams(
-        temperature=s.temperature,
-        top_k=s.top_k,
-        top_p=s.top_p,
-        min_p=s.min_p,
-        repetition_penalty=s.repetition_penalty,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        max_tokens=spec.max_tokens,
-        stop=tuple(spec.stop),
-        stop_token_ids=tuple(s.stop_token_ids),
-        ignore_eos=s.ignore_eos,
-    )
+    fields = spec.sampling.model_dump() | {"max_tokens": spec.max_tokens, "stop": tuple(spec.stop)}
+    return SamplingParams(**fields | {"stop_token_ids": tuple(spec.sampling.stop_token_ids)})
 
 
 class Preparer:
