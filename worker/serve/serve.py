@@ -49,8 +49,7 @@ class WorkerOptions:
     models: tuple[str, ...] = ()  # NAME=PATH
     model_folders: tuple[str, ...] = ()
     max_models: int = 1  # loaded at once
-    quantization: str = "auto"
-    kv_dtype: str = "auto"
+    engine_options: EngineOptions = EngineOptions()
     allow: tuple[str, ...] = ()
     database_url: str | None = None
     broker_url: str | None = None
@@ -68,9 +67,10 @@ def run_worker(options: WorkerOptions) -> int:
     engine_timeout_s = load_seconds("GRISTMILL_ENGINE_TIMEOUT_S", ENGINE_TIMEOUT_S)
     with StopSignals() as signals:
         try:
-            engine_options = EngineOptions(quantization=options.quantization, kv_dtype=options.kv_dtype)
             catalog = wait_for(
-                lambda: load_catalog(options.models, options.model_folders, engine_options=engine_options)
+                lambda: load_catalog(
+                    options.models, options.model_folders, engine_options=options.engine_options
+                )
             )
             database = database_url(options.database_url)
             with wait_for(lambda: open_store(database, lease_s=lease_s)) as store:
@@ -82,7 +82,7 @@ def run_worker(options: WorkerOptions) -> int:
                 pool = ModelPool(
                     store,
                     catalog,
-                    HostOptions(allow, engine_options, lease_s, engine_timeout_s),
+                    HostOptions(allow, options.engine_options, lease_s, engine_timeout_s),
                     max_models=options.max_models,
                     notify=notifier.notify,
                     version=load_version(),
