@@ -240,7 +240,7 @@ def credit_time(connection: Connection, job_id: str, owner: Owner, now: float, l
     connection.execute(
         update(jobs)
         .where(jobs.c.id == job_id, works)
-        .values(active_s=jobs.c.active_s + credit, owner_seen_at=seen_at)
+        .values(active_s=jobs.c.active_s + credit, owner_seen_at=seen_at, lease_s=lease_s)
     )
 
 
