@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, insert, or_, select, update
 
 from gristmill.jobs.errors import StoreError
-from gristmill.jobs.owner import Owner
+from gristmill.jobs.owner import Owner, is_dead
 from gristmill.jobs.records import PRIORITIES, JobRecord, Signal
 from gristmill.jobs.source import Plan, ShardRange, Source
 from gristmill.jobs.states import JOB_STATES_BEFORE, TERMINAL_JOB_STATES, JobState, Runner, ShardState
@@ -217,6 +217,13 @@ def add_job_stats(connection: Connection, job_id: str, stats: JobStats) -> None:
         for label, value in values.items()
     }
     connection.execute(update(jobs).where(is_job).values(stats=total.to_json(), **percentiles))
+
+
+def is_held(owner: str | None, lease_until: float | None, now: float) -> bool:
+    """Whether a process that is not known to be dead has the plan or the end of a job: also the one that asks."""
+    if lease_until is None or lease_until < now:
+        return False
+    return owner is None or not is_dead(Owner.from_text(owner))
 
 
 def touch_job(connection: Connection, job_id: str, owner: Owner, now: float, lease_s: float) -> Signal:
