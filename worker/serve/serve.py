@@ -17,7 +17,8 @@ from gristmill.engine.config import EngineOptions
 from gristmill.jobs.broker import Notifier, broker_url
 from gristmill.jobs.errors import JobsError, RefusedError, Unavailable
 from gristmill.jobs.storage.s3.check import check_s3
-from gristmill.jobs.store.database import LEASE_S, database_url
+from gristmill.jobs.store.database import database_url
+from gristmill.jobs.store.models import LEASE_S
 from gristmill.jobs.store.store import Store, open_store
 from gristmill.worker.engine.supervisor import ENGINE_TIMEOUT_S
 from gristmill.worker.serve.catalog import Catalog, load_catalog
