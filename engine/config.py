@@ -5,13 +5,30 @@ Derived settings come from functions that return new objects; nothing here is ch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 BLOCK_SIZE = 16  # tokens in a KV block
-# auto: weights as the checkpoint has them; none: in the model's dtype; the others: quantized when they are loaded.
-QUANTIZATIONS = ("auto", "none", "int4", "fp8", "int8")
-KV_DTYPES = ("auto", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFlag:
+    """An engine option on the command line: a choice, a whole number of at least `minimum`, or a switch, which
+    turns the default around.
+
+    words: the flag where it is not the field's name; unit: what the number counts.
+    """
+
+    help: str
+    metavar: str | None = None
+    words: str | None = None
+    choices: tuple[str, ...] = ()
+    minimum: int | None = None
+    unit: int = 1
+
+
+def _flag(default: Any, help: str, **facts: Any) -> Any:
+    return field(default=default, metadata={"flag": EngineFlag(help, **facts)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,23 +36,51 @@ class EngineOptions:
     """What a user may set about the engine. None: chosen at load from the device and the model."""
 
     device: str = "auto"  # one of kernels.dispatch.DEVICES; auto: the CPU
-    dtype: str = "auto"  # auto, bfloat16 or float32
-    quantization: str = "auto"  # of weights: auto, none, int4, fp8 or int8 (see QUANTIZATIONS)
-    kv_dtype: str = "auto"  # of the KV cache: auto is that of the model, or fp8
-    max_num_batched_tokens: int | None = None  # token budget of one step
-    max_num_seqs: int | None = None
-    kv_cache_bytes: int | None = None
-    num_kv_blocks: int | None = None  # overrides kv_cache_bytes; tests use it to force preemption
-    enable_prefix_cache: bool = True
+    dtype: str = _flag(
+        "auto",
+        "Default auto: bfloat16 where the machine is fast at it.",
+        choices=("auto", "bfloat16", "float32"),
+    )
+    quantization: str = _flag(
+        "auto",
+        "Of weights. Default auto: as the files have them; none: in the dtype; else made at load.",
+        choices=("auto", "none", "int4", "fp8", "int8"),
+    )
+    kv_dtype: str = _flag("auto", "Of the KV cache; default auto: the dtype.", choices=("auto", "fp8"))
+    num_kv_blocks: int | None = _flag(
+        None, "Blocks of 16 tokens in the KV cache.", metavar="N", words="--kv-blocks", minimum=2
+    )  # overrides kv_cache_bytes; tests use it to force preemption
+    kv_cache_bytes: int | None = _flag(
+        None,
+        "The KV cache's size in MiB instead.",
+        metavar="N",
+        words="--kv-cache-mib",
+        minimum=1,
+        unit=1 << 20,
+    )
+    max_num_seqs: int | None = _flag(None, "Most rows that run at a time.", metavar="N", minimum=1)
+    max_num_batched_tokens: int | None = _flag(
+        None, "Token budget of a step.", metavar="N", words="--max-batched-tokens", minimum=1
+    )
+    enable_prefix_cache: bool = _flag(True, "Compute every prompt in full.", words="--no-sharing")
+    static_batches: bool = _flag(
+        False,
+        "Static batches in file order, to compare with: one ends, one begins.",
+        words="--static",
+    )
+    cpu_kernels: str = _flag(
+        "auto",
+        "The highest instruction set to use; default auto.",
+        choices=("auto", "amx", "avx512_bf16", "avx512", "avx2", "none"),
+    )
+    num_threads: int | None = _flag(None, "Default: all cores.", metavar="N", words="--threads", minimum=1)
     max_model_tokens: int | None = None  # lowers the model's context
-    num_threads: int | None = None
-    cpu_kernels: str = (
-        "auto"  # the highest instruction set to use: auto, amx, avx512, avx2, or none for torch alone
-    )
-    static_batches: bool = (
-        False  # for comparison only: in arrival order, a batch only when the last one has ended
-    )
     record_steps: bool = False  # keep a StepRecord of every step
+
+
+def engine_flags() -> dict[str, EngineFlag]:
+    """The flags of EngineOptions by field."""
+    return {each.name: each.metadata["flag"] for each in fields(EngineOptions) if "flag" in each.metadata}
 
 
 @dataclass(frozen=True, slots=True)

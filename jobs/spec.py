@@ -1,5 +1,7 @@
 """The submitted order. CLI flags, Celery kwargs and Python arguments are the field names of JobSpec.
 
+A field added to JobSpec is an option of `gristmill run` and `submit`, and unless it is marked _HowToRun a part of
+the job's identity, so that another value is another job.
 Options are checked here as far as they can be without looking at files; `parse_spec` and `parse_sampling` turn
 a fault into one line.
 """
@@ -10,6 +12,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,6 +50,7 @@ def _check_moment(value: str | None) -> str | None:
 
 _NonEmpty = Annotated[str, Field(min_length=1)]
 _ErrorLimit = Annotated[str, Field(pattern=r"^(\d{1,12}|\d{1,3}(\.\d{1,6})?%)$")]
+_Task = Annotated[str, Field(pattern=r"^[\w.:-]+(@[\w.:-]+)?$", max_length=255)]
 
 
 class SamplingSpec(BaseModel):
@@ -65,60 +69,118 @@ class SamplingSpec(BaseModel):
     ignore_eos: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """What a field is on the command line, beside its name, its type and its description, which is the help.
+
+    only: the one command, `run` or `submit`, that takes the field. on_queue: the metavar and the help that
+    `submit` shows instead.
+    """
+
+    metavar: str | None = None
+    only: Literal["run", "submit"] | None = None
+    on_queue: tuple[str, str] | None = None
+
+
+class _HowToRun:
+    """Marks a field that changes no row of the output, or that the fingerprints of inputs and model hold."""
+
+
+def _say_where(schema: dict[str, Any]) -> None:
+    for name, flag in flags().items():
+        if flag.only is not None:
+            schema["properties"][name]["description"] += f" Only of gristmill {flag.only}."
+
+
 class JobSpec(BaseModel):
     """One job: which rows, which model, what to ask of it, where the results go."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, json_schema_extra=lambda schema: _say_where(schema)
+    )
 
-    input: Annotated[list[_NonEmpty], BeforeValidator(_as_list), Field(min_length=1)] = Field(
-        description="files, globs or folders"
+    input: Annotated[list[_NonEmpty], BeforeValidator(_as_list), _HowToRun, Flag("INPUT")] = Field(
+        min_length=1, description="Files, globs, folders, s3://...: .jsonl, .ndjson, .gz, .zst, .parquet."
     )
-    output: _NonEmpty = Field(description="folder for part-* files and _manifest.json")
-    model: _NonEmpty = Field(description="model folder, .gguf file, or null:")
-    prompt: _NonEmpty | None = Field(default=None, description="Jinja template over the row's columns")
-    messages: _NonEmpty | None = Field(
-        default=None, description="column that holds a chat: a list of {role, content}"
+    output: Annotated[_NonEmpty, _HowToRun, Flag("DIR")] = Field(
+        description="Folder for part-* files and _manifest.json."
     )
-    system: _NonEmpty | None = Field(default=None, description="Jinja template of the system message")
-    max_tokens: int | None = Field(
-        default=None, ge=1, description="None: to the end of text or of the context"
+    model: Annotated[
+        _NonEmpty, _HowToRun, Flag("PATH", on_queue=("NAME", "The model, by the name that workers give it."))
+    ] = Field(description="Hugging Face folder, GGUF file, or null: (for load tests).")
+    prompt: Annotated[_NonEmpty | None, Flag("TEMPLATE")] = Field(
+        default=None, description="Jinja over the row's columns."
     )
-    sampling: SamplingSpec = SamplingSpec()
-    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[_NonEmpty], BeforeValidator(_as_list)] = []
-    input_format: Literal["auto", "jsonl", "parquet"] = "auto"
-    output_format: Literal["parquet", "jsonl"] = "parquet"
-    keep: Annotated[list[_NonEmpty], BeforeValidator(_split_columns)] = Field(
-        default=[], description="input columns to copy to the output"
+    messages: Annotated[_NonEmpty | None, Flag("COLUMN")] = Field(
+        default=None, description="Column with a chat, a list of {role, content}."
     )
-    limit: int | None = Field(default=None, ge=1, description="only the first N rows")
-    on_null: Literal["error", "skip", "empty"] = "error"
-    on_too_long: Literal["error", "truncate-left", "truncate-right"] = "error"
-    max_errors: Annotated[_ErrorLimit | None, BeforeValidator(_as_limit_text)] = Field(
-        default=None, description="more failed rows than N or P% fail the job"
+    system: Annotated[_NonEmpty | None, Flag("TEMPLATE")] = Field(
+        default=None, description="System message, Jinja too."
     )
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    quantization: Literal["auto", "none", "int4", "fp8", "int8"] = Field(
-        default="auto", description="of weights; not on the queue, where it is the worker's"
+    max_tokens: Annotated[int | None, Flag("N")] = Field(
+        default=None, ge=1, description="Most output tokens a row; default: to the end of text."
     )
-    kv_dtype: Literal["auto", "fp8"] = Field(
-        default="auto", description="of the KV cache; not on the queue, where it is the worker's"
+    sampling: Annotated[SamplingSpec, Flag("FILE|k=v,...")] = Field(
+        default=SamplingSpec(), description="temperature, top_k, top_p, min_p...; default greedy."
     )
-    if_exists: Literal["resume", "fail", "overwrite"] = "resume"
-    shard_rows: int | None = Field(default=None, ge=1, le=10_000_000)
-    regroup: Literal["auto", "never", "always"] = Field(
-        default="auto", description="sort the rows by prompt: auto, where a sample shows that it saves 10%"
+    seed: Annotated[int, Flag("S")] = Field(
+        default=0, ge=-(2**63), lt=2**63, description="Seed of the job; default 0."
     )
-    priority: Literal["high", "normal", "low"] = Field(default="normal", description="queue only")
-    not_before: Annotated[str | None, AfterValidator(_check_moment)] = Field(
-        default=None,
-        description="queue only: start no earlier; 2026-12-01T02:00Z, or 90s, 30m, 2h, 1d from now",
+    stop: Annotated[list[_NonEmpty], BeforeValidator(_as_list), Flag("S")] = Field(
+        default=[], description="Text at which a completion ends; repeatable."
     )
-    deadline: Annotated[str | None, AfterValidator(_check_moment)] = Field(
-        default=None, description="queue only: stop then and keep what is done; written like not_before"
+    input_format: Annotated[Literal["auto", "jsonl", "parquet"], Flag()] = Field(
+        default="auto", description="Default auto, by the files' names."
     )
-    on_complete: Annotated[str, Field(pattern=r"^[\w.:-]+(@[\w.:-]+)?$", max_length=255)] | None = Field(
-        default=None, description="queue only: TASK or TASK@QUEUE, a Celery task to call at the end"
+    output_format: Annotated[Literal["parquet", "jsonl"], Flag()] = Field(
+        default="parquet", description="Default parquet."
+    )
+    keep: Annotated[list[_NonEmpty], BeforeValidator(_split_columns), Flag("COLUMNS")] = Field(
+        default=[], description="Input columns to copy: a,b or repeated."
+    )
+    limit: Annotated[int | None, Flag("N")] = Field(default=None, ge=1, description="Only the first N rows.")
+    on_null: Annotated[Literal["error", "skip", "empty"], Flag()] = Field(
+        default="error", description="A null in a column that the template prints; default error."
+    )
+    on_too_long: Annotated[Literal["error", "truncate-left", "truncate-right"], Flag()] = Field(
+        default="error", description="A prompt beyond the model's context; default error."
+    )
+    max_errors: Annotated[_ErrorLimit | None, BeforeValidator(_as_limit_text), _HowToRun, Flag("N|P%")] = (
+        Field(default=None, description="Give up beyond so many failed rows; default never.")
+    )
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], _HowToRun, Flag()] = Field(
+        default="auto", description="Default auto: bfloat16 where the machine is fast at it."
+    )
+    quantization: Annotated[Literal["auto", "none", "int4", "fp8", "int8"], _HowToRun, Flag(only="run")] = (
+        Field(
+            default="auto",
+            description="Of weights. Default auto: as the files have them; none: in the dtype; else made at load.",
+        )
+    )
+    kv_dtype: Annotated[Literal["auto", "fp8"], _HowToRun, Flag(only="run")] = Field(
+        default="auto", description="Of the KV cache; default auto: the dtype."
+    )
+    if_exists: Annotated[Literal["resume", "fail", "overwrite"], _HowToRun, Flag()] = Field(
+        default="resume", description="What to do with an output folder that holds a job; default resume."
+    )
+    shard_rows: Annotated[int | None, _HowToRun, Flag("N")] = Field(
+        default=None, ge=1, le=10_000_000, description="Rows in a shard; default about 30 seconds of work."
+    )
+    regroup: Annotated[Literal["auto", "never", "always"], _HowToRun, Flag()] = Field(
+        default="auto",
+        description="Sort the rows by prompt; default auto, where a sample shows that it saves 10%.",
+    )
+    priority: Annotated[Literal["high", "normal", "low"], _HowToRun, Flag(only="submit")] = Field(
+        default="normal", description="Which job's rows go first; default normal."
+    )
+    not_before: Annotated[str | None, AfterValidator(_check_moment), _HowToRun, Flag("TIME", "submit")] = (
+        Field(default=None, description="Start no earlier: 2026-12-01T02:00Z, or 30m, 2h, 1d.")
+    )
+    deadline: Annotated[str | None, AfterValidator(_check_moment), _HowToRun, Flag("TIME", "submit")] = Field(
+        default=None, description="Stop then and keep what is done; written the same."
+    )
+    on_complete: Annotated[_Task | None, _HowToRun, Flag("TASK[@QUEUE]", "submit")] = Field(
+        default=None, description="A Celery task to call at the end, until acknowledged."
     )
 
     @model_validator(mode="after")
@@ -131,12 +193,9 @@ class JobSpec(BaseModel):
 
     def identity_fields(self) -> dict[str, Any]:
         """Every field that can change a row of the output, as plain JSON values: the spec's share of a job's
-        identity.
-
-        Not here: inputs and model (they have fingerprints), output, dtype, quantization and kv_dtype (part of the
-        model's fingerprint), and what only says how to run (max_errors, if_exists, shard_rows, regroup).
-        """
-        return self.model_dump(mode="json", exclude=_NOT_TEXT_FIELDS)
+        identity."""
+        how_to_run = {name for name, field in JobSpec.model_fields.items() if _HowToRun in field.metadata}
+        return self.model_dump(mode="json", exclude=how_to_run)
 
     def max_num_errors(self, num_rows: int) -> int | None:
         """The most rows that may fail of `num_rows`; None is no limit."""
@@ -147,21 +206,10 @@ class JobSpec(BaseModel):
         return int(self.max_errors)
 
 
-_NOT_TEXT_FIELDS = {
-    *(
-        "input",
-        "output",
-        "model",
-        "dtype",
-        "quantization",
-        "kv_dtype",
-        "max_errors",
-        "if_exists",
-        "shard_rows",
-    ),
-    "regroup",
-    *("priority", "not_before", "deadline", "on_complete"),
-}
+def flags() -> dict[str, Flag]:
+    """The fields' flags, in the order of the help."""
+    found = ((name, item) for name, field in JobSpec.model_fields.items() for item in field.metadata)
+    return {name: item for name, item in found if isinstance(item, Flag)}
 
 
 def parse_spec(fields: Mapping[str, Any]) -> JobSpec:
@@ -187,14 +235,9 @@ def parse_sampling(text: str | None) -> SamplingSpec:
 
 def _sampling_fields(text: str) -> Any:
     if text.startswith("{"):
-        return _load_json(text, "--sampling")
-    path = Path(text)
-    if path.suffix in (".json", ".toml") and "=" not in text:
-        try:
-            content = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RefusedError(f"--sampling {text}: can't read the file: {error}") from None
-        return _load_json(content, text) if path.suffix == ".json" else _load_toml(content, text)
+        return _parse_text(text, "--sampling")
+    if text.endswith((".json", ".toml")) and "=" not in text:
+        return load_file(text, "--sampling")
     values: dict[str, Any] = {}
     for item in re.split(r",(?![^\[]*\])", text):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -210,18 +253,20 @@ def _sampling_fields(text: str) -> Any:
     return values
 
 
-def _load_json(text: str, name: str) -> Any:
+def load_file(path: str, flag: str) -> Any:
+    """What a JSON or TOML file holds, as its name ends. RefusedError names the flag or the file."""
     try:
-        return json.loads(text)
+        content = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RefusedError(f"{flag} {path}: can't read the file: {error}") from None
+    return _parse_text(content, path, is_toml=path.endswith(".toml"))
+
+
+def _parse_text(text: str, name: str, is_toml: bool = False) -> Any:
+    try:
+        return tomllib.loads(text) if is_toml else json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{name} is not valid JSON: {error}") from None
-
-
-def _load_toml(text: str, name: str) -> Any:
-    try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise RefusedError(f"{name} is not valid TOML: {error}") from None
+        raise RefusedError(f"{name} is not valid {'TOML' if is_toml else 'JSON'}: {error}") from None
 
 
 def _explain(error: ValidationError, prefix: str, keys: list[str]) -> str:

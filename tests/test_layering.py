@@ -256,6 +256,14 @@ def test_a_product_file_keeps_to_the_line_limit() -> None:
     assert not guilty, f"over {MAX_LINES} lines, make them simpler: {guilty}"
 
 
+def test_a_subject_of_the_store_has_few_methods_and_no_parents() -> None:
+    trees = [load_tree(path) for path in FILES if path.startswith("jobs/store/")]
+    for subject in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
+        names = [node.name for node in subject.body if isinstance(node, ast.FunctionDef)]
+        assert len([name for name in names if not name.startswith("_")]) <= 12, subject.name
+        assert {ast.unparse(base) for base in subject.bases} <= {"NamedTuple", "Protocol"}, subject.name
+
+
 def test_a_folder_is_a_subject_and_holds_few_files() -> None:
     folders: dict[str, int] = {}
     for path in FILES:

@@ -100,7 +100,10 @@ class Claims:
             change = update(jobs).where(jobs.c.id == job.row.id)
             values: dict[str, Any] = {"fingerprint": offer.fingerprint}
             if not is_going_on:
-                values["owner_seen_at"] = now  # the pause is no active time
+                values |= {
+                    "owner_seen_at": now,
+                    "lease_s": self._database.lease_s,
+                }  # the pause is no active time
             connection.execute(change.values(values))
         return claim
 

@@ -21,12 +21,12 @@ from sqlalchemy.exc import ArgumentError
 
 from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.store.database_errors import opening_errors, transaction_errors
+from gristmill.jobs.store.models import LEASE_S
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
-LEASE_S = 60.0
-SCHEMA_REVISION = "0002"  # the newest revision in migrations/versions
+SCHEMA_REVISION = "0003"  # the newest revision in migrations/versions
 BUSY_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10
 IDLE_IN_TRANSACTION_S = 10
@@ -76,7 +76,7 @@ def connect_database(url: str) -> Engine:
 
 
 def migrate_database(url: str, target: str = "head") -> str:
-    """Moves the schema of `url` up or down to `target`, and says what it did: `0001 -> 0002`.
+    """Moves the schema of `url` up or down to `target`, and says what it did: `0001 -> 0003`.
 
     target: a revision, `head`, or `base` (no tables; all jobs are forgotten). Raises RefusedError for one
     that this version does not have.

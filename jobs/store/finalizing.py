@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sqlalchemy import exists, select, update
 
-from gristmill.jobs.owner import Owner, is_dead
+from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import FinalizeClaim
 from gristmill.jobs.states import TERMINAL_SHARD_STATES, JobState, Runner, ShardState
 from gristmill.jobs.store.database import Database
-from gristmill.jobs.store.job_rows import credit_time, end_job, enter_state, lock_job
+from gristmill.jobs.store.job_rows import credit_time, end_job, enter_state, is_held, lock_job
 from gristmill.jobs.store.models import jobs, shards
 from gristmill.jobs.store.shard_rows import has_shards
 
@@ -41,8 +39,8 @@ class Finalizing:
                 credit_time(connection, job_id, owner, now, self._database.lease_s)
                 entered = enter_state(connection, job_id, JobState.FINALIZING, values | {"finished_at": now})
                 return FinalizeClaim(job_id, fence, owner) if entered else None
-            other = Owner.from_text(row.finalize_owner) if row.finalize_owner else owner
-            if other != owner and not is_dead(other) and row.finalize_lease_until >= now:
+            is_free = not is_held(row.finalize_owner, row.finalize_lease_until, now)
+            if not is_free and row.finalize_owner != owner.to_text():
                 return None
             connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
             return FinalizeClaim(job_id, fence, owner)
@@ -74,11 +72,8 @@ class Finalizing:
         with self._database.read() as (connection, now):
             ready = connection.execute(query.where(jobs.c.state == JobState.IN_PROGRESS, ~left)).all()
             ending = connection.execute(query.where(jobs.c.state == JobState.FINALIZING)).all()
-        found = [*ready, *(row for row in ending if not _is_finalizing(row, now))]
+        found = [
+            *ready,
+            *(row for row in ending if not is_held(row.finalize_owner, row.finalize_lease_until, now)),
+        ]
         return [row.id for row in sorted(found, key=lambda row: (row.created_at, row.id))]
-
-
-def _is_finalizing(row: Any, now: float) -> bool:
-    if row.finalize_lease_until is None or row.finalize_lease_until < now:
-        return False
-    return not is_dead(Owner.from_text(row.finalize_owner))

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, insert, or_, select, update
 
 from gristmill.jobs.errors import StoreError
-from gristmill.jobs.owner import Owner
+from gristmill.jobs.owner import Owner, is_dead
 from gristmill.jobs.records import PRIORITIES, JobRecord, Signal
 from gristmill.jobs.source import Plan, ShardRange, Source
 from gristmill.jobs.states import JOB_STATES_BEFORE, TERMINAL_JOB_STATES, JobState, Runner, ShardState
@@ -219,6 +219,13 @@ def add_job_stats(connection: Connection, job_id: str, stats: JobStats) -> None:
     connection.execute(update(jobs).where(is_job).values(stats=total.to_json(), **percentiles))
 
 
+def is_held(owner: str | None, lease_until: float | None, now: float) -> bool:
+    """Whether a process that is not known to be dead has the plan or the end of a job: also the one that asks."""
+    if lease_until is None or lease_until < now:
+        return False
+    return owner is None or not is_dead(Owner.from_text(owner))
+
+
 def touch_job(connection: Connection, job_id: str, owner: Owner, now: float, lease_s: float) -> Signal:
     """Says that `owner` works on the job, and hears whether to go on."""
     credit_time(connection, job_id, owner, now, lease_s)
@@ -240,7 +247,7 @@ def credit_time(connection: Connection, job_id: str, owner: Owner, now: float, l
     connection.execute(
         update(jobs)
         .where(jobs.c.id == job_id, works)
-        .values(active_s=jobs.c.active_s + credit, owner_seen_at=seen_at)
+        .values(active_s=jobs.c.active_s + credit, owner_seen_at=seen_at, lease_s=lease_s)
     )
 
 

@@ -81,6 +81,7 @@ class Jobs:
                     created_at=now,
                     owner=owner.to_text() if owner else None,
                     owner_seen_at=now if owner else None,
+                    lease_s=self._database.lease_s,
                     **plan_values(sources, [], part_schema.serialize().to_pybytes(), identity),
                 )
             )
@@ -136,8 +137,8 @@ class Jobs:
                     f"job {job_id} belongs to the queue's workers: see `gristmill status {job_id}`"
                 )
             check_holder(job, owner, now, self._database.lease_s)
-            change = update(jobs).where(jobs.c.id == job_id).values(owner=owner.to_text(), owner_seen_at=now)
-            connection.execute(change)
+            values = {"owner": owner.to_text(), "owner_seen_at": now, "lease_s": self._database.lease_s}
+            connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
 
     def release(self, job_id: str, owner: Owner) -> None:
         """Ends the hold of `owner`, if it still has it."""

@@ -22,7 +22,11 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    column,
+    table,
 )
+
+from gristmill.jobs.states import ShardState
 
 metadata = MetaData(
     naming_convention={
@@ -33,6 +37,7 @@ metadata = MetaData(
         "pk": "pk_%(table_name)s",
     }
 )
+LEASE_S = 60.0  # how long the last word of a process counts
 PERCENTILE_COLUMNS = [
     f"{measure}_{label}"
     for measure in ("queue_wait_s", "time_to_first_token_s", "time_per_token_s")
@@ -73,6 +78,7 @@ jobs = Table(
     *(Column(name, Double) for name in PERCENTILE_COLUMNS),  # of `stats`, for people who write SQL
     Column("owner", Text),  # the local run that holds the job
     Column("owner_seen_at", Double),  # when a process last said that it works on the job
+    Column("lease_s", Double, nullable=False, default=LEASE_S),  # of owner_seen_at
     Column("stopping_as", String(16)),  # while cancelling: the state that follows
     Column("plan_owner", Text),
     Column("plan_lease_until", Double),
@@ -168,9 +174,20 @@ workers = Table(
     Column("num_rows_in_flight", BigInteger, nullable=False, default=0),
     Column("started_at", Double, nullable=False),
     Column("seen_at", Double, nullable=False),
+    Column("lease_s", Double, nullable=False, default=LEASE_S),  # of seen_at
     Column("stopped_at", Double),
     Column("message", Text),  # why it stopped, where that was not asked for
     Index(None, "owner"),
+)
+
+# The view of the figures that SQL alone can tell; its times, in the database's own words, are for people.
+job_progress = table(
+    "job_progress",
+    *(column(name) for name in ("job_id", "rows", "rows_done", "completed", "failed", "skipped", "not_run")),
+    *(column(name) for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "cached_share")),
+    *(column(name) for name in ("tokens_per_s", "completion_tokens_per_s", "rows_per_s")),
+    *(column(name) for name in ("eta_s", "elapsed_s")),
+    *(column(f"shards_{state}") for state in sorted(ShardState)),
 )
 
 plan_pieces = Table(

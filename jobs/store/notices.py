@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Row, func, select, update
+from sqlalchemy import Row, select, update
 
 from gristmill.jobs.records import Notice
 from gristmill.jobs.states import TERMINAL_JOB_STATES
 from gristmill.jobs.store.database import Database
-from gristmill.jobs.store.models import jobs, shards
+from gristmill.jobs.store.models import job_progress, jobs
 
 CALLBACK_QUEUE = "gristmill.callbacks"
 NOTICE_DELAYS_S = (15.0, 60.0, 300.0, 1800.0, 7200.0, 43200.0)  # between a notice and the next one
+_FIGURES = ("rows", "completed", "failed", "skipped", "not_run")
 
 
 class Notices:
@@ -23,10 +24,12 @@ class Notices:
 
     def due(self) -> list[Notice]:
         """The notices to send now; mark_sent says who of several senders sends one."""
-        query = select(jobs).where(jobs.c.state.in_(TERMINAL_JOB_STATES)).order_by(jobs.c.notice_due_at)
+        figures = [job_progress.c[name] for name in _FIGURES]
+        query = select(jobs, *figures).join(job_progress, job_progress.c.job_id == jobs.c.id)
         with self._database.read() as (connection, now):
-            due = connection.execute(query.where(jobs.c.notice_due_at <= now)).all()
-            return [_build_notice(row, connection.execute(_select_sums(row.id)).one()) for row in due]
+            ended = jobs.c.state.in_(TERMINAL_JOB_STATES), jobs.c.notice_due_at <= now
+            due = connection.execute(query.where(*ended).order_by(jobs.c.notice_due_at)).all()
+        return [_build_notice(row) for row in due]
 
     def mark_sent(self, job_id: str, number: int) -> bool:
         """Notes that notice `number` is sent and sets the time of the next one; False when others did.
@@ -48,25 +51,14 @@ class Notices:
             return connection.execute(change.values(notice_due_at=None)).rowcount == 1
 
 
-def _select_sums(job_id: str) -> Any:
-    columns = shards.c.rows_completed, shards.c.rows_failed, shards.c.rows_skipped
-    sums = [func.coalesce(func.sum(column), 0).label(column.name) for column in columns]
-    return select(*sums).where(shards.c.job_id == job_id)
-
-
-def _build_notice(row: Row[Any], sums: Row[Any]) -> Notice:
+def _build_notice(row: Row[Any]) -> Notice:
     task, _, queue = row.on_complete.partition("@")
-    completed, failed, skipped = int(sums.rows_completed), int(sums.rows_failed), int(sums.rows_skipped)
     payload = {
         "job_id": row.id,
         "state": row.state,
         "message": row.message,
         "output": row.output,
-        "rows": row.num_rows,
-        "completed": completed,
-        "failed": failed,
-        "skipped": skipped,
-        "not_run": row.num_rows - completed - failed - skipped,
+        **{name: row._mapping[name] for name in _FIGURES},
         "idempotency_key": row.idempotency_key,
     }
     return Notice(row.id, task, queue or CALLBACK_QUEUE, row.notices_sent + 1, payload)

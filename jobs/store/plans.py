@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, exists, func, select, update
 
 from gristmill.jobs.errors import RefusedError, StoreError
-from gristmill.jobs.owner import Owner, is_dead
+from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import JobRecord
 from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.states import JobState
@@ -23,6 +23,7 @@ from gristmill.jobs.store.job_rows import (
     end_job,
     enter_state,
     insert_shards,
+    is_held,
     load_job,
     lock_job,
     lock_output,
@@ -45,7 +46,11 @@ class Plans:
         """The right to plan a submitted job, for a lease; None when it is planned, or somebody is at it."""
         with self._database.write() as (connection, now):
             row = lock_job(connection, job_id)
-            if row is None or row.state != JobState.VALIDATING or _is_planning(row, now):
+            if (
+                row is None
+                or row.state != JobState.VALIDATING
+                or is_held(row.plan_owner, row.plan_lease_until, now)
+            ):
                 return None
             if has_pieces(connection, job_id):
                 return None
@@ -134,7 +139,7 @@ class Plans:
             row = lock_job(connection, job_id)
             if row is None or row.state != JobState.VALIDATING:
                 return False
-            if row.plan_owner is not None and _is_planning(row, now):
+            if row.plan_owner is not None and is_held(row.plan_owner, row.plan_lease_until, now):
                 return False
             values = {"plan_owner": owner.to_text(), "plan_lease_until": now + self._database.lease_s}
             connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
@@ -147,14 +152,7 @@ class Plans:
             columns = jobs.c.id, jobs.c.plan_owner, jobs.c.plan_lease_until
             query = select(*columns).where(*is_unplanned(), ~waiting)
             rows = connection.execute(query.order_by(jobs.c.created_at, jobs.c.id)).all()
-        return [row.id for row in rows if not _is_planning(row, now)]
-
-
-def _is_planning(row: Any, now: float) -> bool:
-    """Whether somebody holds the plan: also another thread of the process that asks."""
-    if row.plan_lease_until is None or row.plan_lease_until < now:
-        return False
-    return row.plan_owner is None or not is_dead(Owner.from_text(row.plan_owner))
+        return [row.id for row in rows if not is_held(row.plan_owner, row.plan_lease_until, now)]
 
 
 def _is_deadly(connection: Connection, job: Row[Any], now: float) -> bool:

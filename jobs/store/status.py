@@ -1,46 +1,39 @@
-"""A job in numbers, read from the database alone: sums in SQL, and small JSON stats merged.
-
-The view job_progress (migrations/versions/0002_queue.py) gives the same numbers to people who write SQL.
-"""
+"""A job in numbers, read from the database alone: the view job_progress, and small JSON stats merged."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, case, func, select
+from sqlalchemy import Connection, func, select
 
 from gristmill.jobs.owner import Owner, is_alive, is_dead, is_local
 from gristmill.jobs.records import JobRecord, JobStatus
-from gristmill.jobs.states import TERMINAL_JOB_STATES, JobState, Runner, ShardState
+from gristmill.jobs.states import TERMINAL_JOB_STATES, Runner, ShardState
 from gristmill.jobs.stats import JobStats, merge_stats
 from gristmill.jobs.store.job_rows import load_job
-from gristmill.jobs.store.models import events, jobs, shards, workers
+from gristmill.jobs.store.models import events, job_progress, jobs, shards, workers
 
 _LEARN_FROM_JOBS = 20
 _MIN_LEARN_S = 5.0
 _MIN_LEARN_ROWS = 64
-WORKER_LOST_S = 60.0  # a worker that said nothing for so long is not counted on
 
 
 def load_status(connection: Connection, job_id: str, now: float, lease_s: float) -> JobStatus:
     """The status of one job at `now`."""
     job = load_job(connection, job_id)
-    active_s = float(connection.scalar(select(jobs.c.active_s).where(jobs.c.id == job_id)) or 0.0)
-    elapsed_s = _elapsed(job, active_s, now, lease_s)
-    sums = connection.execute(_select_sums(job_id)).one()
-    by_state = select(shards.c.state, func.count()).where(shards.c.job_id == job_id).group_by(shards.c.state)
+    query = select(job_progress).where(job_progress.c.job_id == job_id)
+    figures = dict(connection.execute(query).mappings().one())
+    counts = {state.value: figures.pop(f"shards_{state}") for state in sorted(ShardState)}
     running = connection.execute(
         select(shards.c.owner, shards.c.lease_until).where(
             shards.c.job_id == job_id, shards.c.state == ShardState.RUNNING
         )
     ).all()
     stats = _load_stats(connection, job_id)
-    committed = int(sums.completed + sums.failed + sums.skipped)
-    tokens = int(sums.prompt_tokens + sums.completion_tokens)
-    rows_done = min(int(sums.rows_done), job.num_rows)
+    cached_share = figures.pop("cached_share")
     return JobStatus(
-        job_id=job.job_id,
+        **figures,
         state=job.state.value,
         message=job.message,
         model=job.model,
@@ -50,28 +43,14 @@ def load_status(connection: Connection, job_id: str, now: float, lease_s: float)
         created_at=job.created_at,
         started_at=job.started_at,
         finished_at=job.finished_at,
-        elapsed_s=elapsed_s,
-        eta_s=_eta(job, rows_done, elapsed_s),
-        rows=job.num_rows,
-        rows_done=rows_done,
-        completed=int(sums.completed),
-        failed=int(sums.failed),
-        skipped=int(sums.skipped),
-        not_run=job.num_rows - committed,
         errors_by_code=dict(sorted(stats.errors_by_code.items())),
         finish_reasons=dict(sorted(stats.finish_reasons.items())),
-        prompt_tokens=int(sums.prompt_tokens),
-        completion_tokens=int(sums.completion_tokens),
-        cached_tokens=int(sums.cached_tokens),
-        rows_per_s=_rate(rows_done, elapsed_s),
-        tokens_per_s=_rate(tokens, elapsed_s),
-        completion_tokens_per_s=_rate(int(sums.completion_tokens), elapsed_s),
-        saved_tokens_share=_rate(int(sums.cached_tokens), float(sums.prompt_tokens)),
+        saved_tokens_share=cached_share,
         preemptions=stats.num_preemptions,
         kv_waste=stats.kv_waste,
         step_budget_utilization=stats.step_budget_utilization,
         percentiles=stats.percentiles(),
-        shards={state: count for state, count in connection.execute(by_state.order_by(shards.c.state))},
+        shards={state: count for state, count in counts.items() if count},
         runner=job.runner.value,
         priority=job.priority,
         idempotency_key=job.idempotency_key,
@@ -120,24 +99,6 @@ def _load_regrouped(connection: Connection, job_id: str) -> dict[str, Any] | Non
     return None if detail is None else detail.get("regrouped")
 
 
-def _select_sums(job_id: str) -> Any:
-    columns = shards.c
-    running = columns.state == ShardState.RUNNING
-    more = columns.rows_reported > columns.part_rows
-    rows_done = case((running & more, columns.rows_reported), else_=columns.part_rows)
-    sums = {
-        "completed": columns.rows_completed,
-        "failed": columns.rows_failed,
-        "skipped": columns.rows_skipped,
-        "prompt_tokens": columns.prompt_tokens,
-        "completion_tokens": columns.completion_tokens,
-        "cached_tokens": columns.cached_tokens,
-        "rows_done": rows_done,
-    }
-    labelled = [func.coalesce(func.sum(column), 0).label(name) for name, column in sums.items()]
-    return select(*labelled).where(columns.job_id == job_id)
-
-
 def _is_live(
     connection: Connection, job: JobRecord, leases: Sequence[float | None], now: float, lease_s: float
 ) -> bool:
@@ -151,7 +112,7 @@ def _is_live(
     if any(lease is not None and lease >= now for lease in leases):
         return True
     alive = select(workers.c.owner, workers.c.models).where(
-        workers.c.stopped_at.is_(None), workers.c.seen_at >= now - WORKER_LOST_S
+        workers.c.stopped_at.is_(None), workers.c.seen_at >= now - workers.c.lease_s
     )
     return any(
         any(_fits(model, job) for model in models) and not is_dead(Owner.from_text(owner))
@@ -162,25 +123,3 @@ def _is_live(
 def _fits(model: dict[str, Any], job: JobRecord) -> bool:
     """Whether a worker's model is the one that the job names, and has the weights with which it began."""
     return bool(model["name"] == job.model and job.fingerprint in ("", model["fingerprint"]))
-
-
-def _elapsed(job: JobRecord, active_s: float, now: float, lease_s: float) -> float:
-    """The time that a process worked on the job; for a local one that none held, from its start to its end."""
-    if job.runner == Runner.LOCAL and job.owner is None and active_s == 0.0:
-        return max(0.0, (job.finished_at or now) - job.started_at) if job.started_at is not None else 0.0
-    if job.owner_seen_at is None or job.finished_at is not None:
-        return active_s
-    if job.owner is not None and is_dead(job.owner):
-        return active_s  # the view, which can't tell, counts up to a minute more
-    return active_s + min(max(0.0, now - job.owner_seen_at), lease_s)
-
-
-def _eta(job: JobRecord, rows_done: int, elapsed_s: float) -> float | None:
-    if job.finished_at is not None:
-        return 0.0 if job.state == JobState.COMPLETED else None
-    rate = _rate(rows_done, elapsed_s)
-    return (job.num_rows - rows_done) / rate if rate else None
-
-
-def _rate(amount: float, over: float) -> float | None:
-    return amount / over if over > 0 else None

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from gristmill.jobs.store.claims import Claims
-from gristmill.jobs.store.database import LEASE_S, Database, connect_database
+from gristmill.jobs.store.database import Database, connect_database
 from gristmill.jobs.store.ends import Ends
 from gristmill.jobs.store.finalizing import Finalizing
 from gristmill.jobs.store.jobs import Jobs
+from gristmill.jobs.store.models import LEASE_S
 from gristmill.jobs.store.notices import Notices
 from gristmill.jobs.store.pieces import Pieces
 from gristmill.jobs.store.plans import Plans

@@ -13,8 +13,6 @@ from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.job_rows import clean_text
 from gristmill.jobs.store.models import workers
 
-SEEN_LATELY_S = 60.0  # a worker that said nothing for longer is taken for lost
-
 
 class Workers:
     """The worker processes."""
@@ -100,6 +98,6 @@ def _build_worker(row: Row[Any], now: float) -> WorkerRecord:
 def _state(row: Row[Any], owner: Owner, now: float) -> str:
     if row.stopped_at is not None:
         return "stopped"
-    if row.seen_at + SEEN_LATELY_S < now or is_dead(owner):
+    if row.seen_at + row.lease_s < now or is_dead(owner):
         return "lost"
     return "busy" if row.num_shards else "idle"

@@ -50,9 +50,20 @@ def _sqlite_with_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+# What these test is above the database; the statements run on both kinds in the tests of the store.
+SQLITE_ONLY = ("finalize", "planner", "planner_outputs", "publishing", "regroup")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "store_url" in metafunc.fixturenames:
+        module = metafunc.module.__name__.rpartition(".test_")[2]
+        kinds = ["sqlite"] if module in SQLITE_ONLY else ["sqlite", "postgresql"]
+        metafunc.parametrize("store_url", kinds, indirect=True)
+
+
+@pytest.fixture
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a database without jobs, once of each kind."""
+    """The URL of a database without jobs: of each kind once, or of SQLite where SQLITE_ONLY says so."""
     if request.param == "postgresql":
         url: str = request.getfixturevalue("migrated_postgres_url")
         return url
@@ -93,6 +104,14 @@ def store(request: pytest.FixtureRequest, store_url: str, clock: Clock) -> Itera
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, out: Path) -> str:
+    """An output in each storage."""
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3_root')}/out"
+    return str(out)
 
 
 @pytest.fixture

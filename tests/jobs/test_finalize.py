@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,7 +21,7 @@ from gristmill.jobs.records import FinalizeClaim, PartFile
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.store.finalizing import Finalizing
-from gristmill.jobs.store.store import Store, open_store
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import (
     ELSEWHERE,
     OTHER_PLACE,
@@ -144,21 +141,6 @@ KILLS = [
 ]
 
 
-@pytest.fixture
-def sqlite_store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    """The steps of a folder are the same with either database."""
-    with open_store(f"sqlite:///{tmp_path}/finalize.db", clock) as opened:
-        yield opened
-
-
-@pytest.fixture(params=["local", "s3"])
-def place(request: pytest.FixtureRequest, out: Path) -> str:
-    """An output in each storage."""
-    if request.param == "s3":
-        return f"{request.getfixturevalue('s3_root')}/out"
-    return str(out)
-
-
 def kill_at(patch: pytest.MonkeyPatch, storage: Storage, step: str, when: str) -> None:
     name = step.removeprefix("storage.")
     if step.startswith("storage."):
@@ -184,9 +166,9 @@ def read_all(storage: Storage) -> list[int]:
 
 @pytest.mark.parametrize(("when", "step"), KILLS)
 def test_every_writer_of_the_manifest_writes_the_same_bytes(
-    sqlite_store: Store, clock: Clock, place: str, when: str, step: str
+    store: Store, clock: Clock, place: str, when: str, step: str
 ) -> None:
-    store, storage = sqlite_store, open_storage(place)
+    storage = open_storage(place)
     job = submit_job(store, place, 12, 8)
     clock.now += 3
     run_queue(store, storage)
@@ -209,21 +191,8 @@ def test_every_writer_of_the_manifest_writes_the_same_bytes(
     assert read_all(storage) == list(range(20))
 
 
-def test_five_finalizers_at_once_write_one_manifest(store: Store, place: str) -> None:
-    storage = open_storage(place)
-    job = submit_job(store, place, *[3] * 8)
-    run_queue(store, storage)
-    owners = [replace(ELSEWHERE, pid=pid) for pid in range(1, 6)]
-    with ThreadPoolExecutor(len(owners)) as pool:
-        states = list(pool.map(lambda owner: finalize_job(store, storage, job.job_id, owner), owners))
-    assert JobState.COMPLETED in states
-    assert json.loads(storage.read("_manifest.json"))["totals"]["rows"] == 24
-    assert read_all(storage) == list(range(24))
-    assert len(storage.names()) == 9
-
-
-def test_a_late_copy_of_an_older_part_is_replaced_at_the_end(sqlite_store: Store, s3_root: str) -> None:
-    store, storage = sqlite_store, open_storage(s3_root)
+def test_a_late_copy_of_an_older_part_is_replaced_at_the_end(store: Store, s3_root: str) -> None:
+    storage = open_storage(s3_root)
     job = submit_job(store, s3_root, 4)
     claim = commit_rows(store, storage, claim_next(store), 1, 2)
     assert claim is not None and claim.part is not None
@@ -236,10 +205,10 @@ def test_a_late_copy_of_an_older_part_is_replaced_at_the_end(sqlite_store: Store
 
 
 def test_a_paused_finalizer_takes_nothing_from_the_run_after_it(
-    sqlite_store: Store, clock: Clock, place: str
+    store: Store, clock: Clock, place: str
 ) -> None:
     """It wakes when the job has failed, was resumed and has written an attempt that is not yet published."""
-    store, storage = sqlite_store, open_storage(place)
+    storage = open_storage(place)
     job = submit_job(store, place, 4, 4)
     store.shards.fail(claim_next(store), "no")
     run_queue(store, storage)
@@ -262,9 +231,8 @@ def test_a_paused_finalizer_takes_nothing_from_the_run_after_it(
 
 
 def test_the_claim_is_kept_while_a_part_is_slow(
-    sqlite_store: Store, storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = sqlite_store
     job = submit_job(store, out, 4)
     run_queue(store, storage)
     renewed, slow, plain = [], threading.Event(), store.finalizing.renew
@@ -286,36 +254,36 @@ def test_the_claim_is_kept_while_a_part_is_slow(
 
 
 def test_who_loses_the_claim_stops_there(
-    sqlite_store: Store, storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = submit_job(sqlite_store, out, 4)
-    run_queue(sqlite_store, storage)
-    monkeypatch.setattr(sqlite_store.finalizing, "renew", lambda claim: False)
-    assert finalize_job(sqlite_store, storage, job.job_id, ELSEWHERE) == JobState.FINALIZING
+    job = submit_job(store, out, 4)
+    run_queue(store, storage)
+    monkeypatch.setattr(store.finalizing, "renew", lambda claim: False)
+    assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.FINALIZING
     assert storage.size("_manifest.json") is None
 
 
-def test_a_manifest_from_before_a_retry_makes_room(sqlite_store: Store, place: str) -> None:
+def test_a_manifest_from_before_a_retry_makes_room(store: Store, place: str) -> None:
     storage = open_storage(place)
-    job = submit_job(sqlite_store, place, 4)
-    run_queue(sqlite_store, storage)
+    job = submit_job(store, place, 4)
+    run_queue(store, storage)
     storage.put("_manifest.json", json.dumps({"job_id": job.job_id, "totals": "earlier"}).encode())
-    assert finalize_job(sqlite_store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
+    assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
     assert json.loads(storage.read("_manifest.json"))["totals"]["rows"] == 4
 
 
 @pytest.mark.parametrize("content", [b'{"job_id": "job_other"}', b"no JSON", b"[]"])
 def test_a_manifest_of_another_job_is_never_replaced(
-    sqlite_store: Store, storage: Storage, out: Path, content: bytes
+    store: Store, storage: Storage, out: Path, content: bytes
 ) -> None:
-    job = submit_job(sqlite_store, out, 4)
-    run_queue(sqlite_store, storage)
+    job = submit_job(store, out, 4)
+    run_queue(store, storage)
     storage.put("_manifest.json", content)
     with pytest.raises(OutputError, match="_manifest.json is that of another job.*remove the file"):
-        finalize_job(sqlite_store, storage, job.job_id, ELSEWHERE)
+        finalize_job(store, storage, job.job_id, ELSEWHERE)
     assert storage.read("_manifest.json") == content
     storage.delete("_manifest.json")
-    assert finalize_job(sqlite_store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
+    assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
 
 
 def test_failed_rows_tried_again_end_in_a_new_manifest(store: Store, place: str) -> None:

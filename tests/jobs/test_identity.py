@@ -23,6 +23,19 @@ def build_spec(**fields: Any) -> JobSpec:
 SAME = job_identity(SOURCES, build_spec(), "model")
 
 
+def test_a_jobs_identity_is_fixed_for_ever() -> None:
+    every_field = {
+        "system": "be", "max_tokens": 7, "sampling": {"temperature": 0.5, "top_k": 4, "stop_token_ids": [1]},
+        "seed": -3, "stop": ["END", "."], "input_format": "jsonl", "output_format": "jsonl", "keep": ["a", "b"],
+        "limit": 9, "on_null": "skip", "on_too_long": "truncate-left", "max_errors": "5%", "dtype": "float32",
+        "quantization": "int8", "kv_dtype": "fp8", "if_exists": "fail", "shard_rows": 64, "regroup": "never",
+        "priority": "high", "not_before": "30m", "deadline": "2h", "on_complete": "a.b@q",
+    }  # fmt: skip
+    assert SAME == "7e68d37d5d5d464b1bd5f7a2b050d883"
+    whole = job_identity(SOURCES, build_spec(**every_field), "model")
+    assert whole == "081b595b2c55f47b8c78c87ba7f97fb2"
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
@@ -14,7 +15,11 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, text
 
+from examples.cluster.servers import PostgresServer
 from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.output.finalize import finalize_job
+from gristmill.jobs.states import JobState
+from gristmill.jobs.storage.folder import open_storage
 from gristmill.jobs.store.database import (
     SCHEMA_REVISION,
     Database,
@@ -24,6 +29,7 @@ from gristmill.jobs.store.database import (
 )
 from gristmill.jobs.store.models import metadata
 from gristmill.jobs.store.store import open_store
+from tests.jobs.cases import ELSEWHERE, claim_next, finish_shard, submit_job
 
 TABLES = {"alembic_version", "attempts", "events", "jobs", "plan_pieces", "shards", "workers"}
 VIEWS = {"job_progress", "row_errors_by_code", "shard_attempts", "worker_status"}
@@ -102,6 +108,32 @@ def test_a_job_of_before_the_queue_is_kept_up_and_down(url: str) -> None:
     engine.dispose()
 
 
+def test_a_job_that_the_former_version_left_half_done_goes_on(url: str, tmp_path: Path) -> None:
+    with open_store(url) as store:
+        job = submit_job(store, tmp_path / "out", 10, 10)
+        finish_shard(store, open_storage(job.output), claim_next(store))
+        paused = claim_next(store)
+    assert migrate_database(url, "0002") == f"{SCHEMA_REVISION} -> 0002"
+    with open_store(url) as store:
+        assert store.shards.heartbeat([paused], {}).lost_shard_ids == frozenset()
+        finish_shard(store, open_storage(job.output), paused)
+        assert finalize_job(store, open_storage(job.output), job.job_id, ELSEWHERE) == JobState.COMPLETED
+        status = store.jobs.status(job.job_id)
+        assert (status.rows_done, status.shards, status.eta_s) == (20, {"done": 2}, 0.0)
+
+
+def test_rights_on_the_views_outlast_a_migration(
+    migrated_postgres_url: str, postgres_server: PostgresServer
+) -> None:
+    postgres_server.execute("CREATE ROLE reader LOGIN")
+    with psycopg.connect(migrated_postgres_url, autocommit=True) as connection:
+        connection.execute("GRANT SELECT ON job_progress TO reader")
+        migrate_database(migrated_postgres_url, "0002")
+        migrate_database(migrated_postgres_url)
+        connection.execute("SET ROLE reader")
+        assert connection.execute("SELECT job_id FROM job_progress").fetchall() == []
+
+
 def test_the_newest_revision_is_the_one_that_the_code_expects() -> None:
     spec = importlib.util.find_spec("gristmill.migrations")
     assert spec is not None and spec.origin is not None
@@ -117,7 +149,9 @@ def test_migrating_says_what_it_did(url: str) -> None:
 
 
 def test_a_revision_that_does_not_exist_is_refused(url: str) -> None:
-    with pytest.raises(RefusedError, match="no schema revision 0099: give one of 0001, 0002, head, base"):
+    with pytest.raises(
+        RefusedError, match="no schema revision 0099: give one of 0001, 0002, 0003, head, base"
+    ):
         migrate_database(url, "0099")
 
 

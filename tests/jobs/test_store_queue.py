@@ -11,7 +11,7 @@ from gristmill.jobs.records import Signal
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.claims import MAX_LOSSES
-from gristmill.jobs.store.database import LEASE_S
+from gristmill.jobs.store.models import LEASE_S
 from gristmill.jobs.store.plans import MAX_PLANNERS_LOST
 from gristmill.jobs.store.store import Store
 from tests.jobs.cases import (

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
 
+from gristmill.jobs.output.finalize import finalize_job
 from gristmill.jobs.owner import current_owner
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.states import JobState
 from gristmill.jobs.stats import JobStats, ShardCounts
+from gristmill.jobs.storage.folder import open_storage
 from gristmill.jobs.store.models import attempts
 from gristmill.jobs.store.store import Store, open_store
-from tests.jobs.cases import OFFER, SOURCES, build_pieces, start_job, submit_job
+from tests.jobs.cases import ELSEWHERE, OFFER, SOURCES, build_pieces, run_queue, start_job, submit_job
 
 CLAIMING = """
 import sys
@@ -188,3 +192,15 @@ def test_stats_of_shards_done_at_once_add_up(store: Store, out: Path) -> None:
     assert store.jobs.status(job.job_id).finish_reasons == {"stop": 24}
     finalizers = at_once(6, lambda _: store.finalizing.waiting())
     assert finalizers == [[job.job_id]] * 6
+
+
+def test_five_finalizers_at_once_write_one_manifest(store: Store, place: str) -> None:
+    storage = open_storage(place)
+    job = submit_job(store, place, *[3] * 8)
+    run_queue(store, storage)
+    owners = [replace(ELSEWHERE, pid=pid) for pid in range(1, 6)]
+    states = at_once(len(owners), lambda index: finalize_job(store, storage, job.job_id, owners[index]))
+    assert JobState.COMPLETED in states
+    manifest = json.loads(storage.read("_manifest.json"))
+    assert manifest["totals"]["rows"] == sum(part["rows"] for part in manifest["parts"]) == 24
+    assert len(storage.names()) == 9

@@ -13,15 +13,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
 
 import gristmill.worker.cli.main
+from gristmill.engine.config import engine_flags
 from gristmill.engine.errors import EngineDied, ModelRefused
 from gristmill.jobs.errors import JobIsLive, OutputError, RefusedError
 from gristmill.jobs.spec import JobSpec
+from gristmill.jobs.spec import flags as spec_flags
 from tests.worker.conftest import Invoke
 
 
@@ -70,14 +72,86 @@ def test_the_version_is_printed(invoke: Invoke) -> None:
     assert out.startswith("gristmill ")
 
 
-def test_the_flags_of_run_are_the_fields_of_the_spec() -> None:
-    command = typer.main.get_command(gristmill.worker.cli.main.app).commands["run"]  # type: ignore[attr-defined]
-    flags = {param.name for param in command.params}
-    queue_only = {"priority", "not_before", "deadline", "on_complete"}
-    assert flags - {"prompt_file", "database_url"} == set(JobSpec.model_fields) - queue_only
-    for param in command.params:
-        names = {f"--{param.name.replace('_', '-')}"} if param.name != "input" else {"input"}
-        assert set(param.opts) == names
+@pytest.mark.parametrize(
+    ("command", "others"),
+    [
+        ("run", {"database_url"}),
+        ("submit", {"database_url", "broker_url", "idempotency_key", "wait"}),
+    ],
+)
+def test_the_flags_of_an_order_are_the_fields_of_the_spec(command: str, others: set[str]) -> None:
+    built = typer.main.get_command(gristmill.worker.cli.main.app).commands[command]  # type: ignore[attr-defined]
+    flags = {param.name for param in built.params}
+    assert flags - others - {"prompt_file", "spec_file"} == {
+        name for name, flag in spec_flags().items() if flag.only in (None, command)
+    }
+    for param in built.params:
+        words = {"input": "input", "spec_file": "--spec"}
+        assert set(param.opts) == {words.get(param.name, f"--{param.name.replace('_', '-')}")}
+
+
+def test_the_engine_takes_what_an_order_may_ask_of_it() -> None:
+    for name in ("dtype", "quantization", "kv_dtype"):
+        field, flag = JobSpec.model_fields[name], engine_flags()[name]
+        assert (get_args(field.annotation), field.description) == (flag.choices, flag.help)
+
+
+SPEC_FILE = {"input": "a.jsonl", "output": "out", "model": "null:", "prompt": "a", "sampling": {"top_k": 4}}
+
+
+def test_a_spec_file_is_the_order_and_flags_override_it(
+    invoke: Invoke, specs: list[JobSpec], tmp_path: Path
+) -> None:
+    (tmp_path / "order.json").write_text(json.dumps(SPEC_FILE | {"limit": 5}))
+    (tmp_path / "order.toml").write_text(
+        'input = ["a.jsonl"]\noutput = "out"\nmodel = "null:"\nprompt = "a"\nlimit = 5\n[sampling]\ntop_k = 4\n'
+    )
+    for name in ("order.json", "order.toml"):
+        assert invoke("run", "--spec", str(tmp_path / name)) == (0, "", "")
+    words = ("b.jsonl", "--limit", "7", "--messages", "chat", "--sampling", "top_p=0.5")
+    assert invoke("run", "--spec", str(tmp_path / "order.json"), *words) == (0, "", "")
+    whole = JobSpec.model_validate(SPEC_FILE | {"limit": 5})
+    changes = {
+        "input": ["b.jsonl"],
+        "limit": 7,
+        "prompt": None,
+        "messages": "chat",
+        "sampling": {"top_p": 0.5},
+    }
+    assert specs == [whole, whole, JobSpec.model_validate(SPEC_FILE | changes)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.json", None, "none.json"),
+        ("order.yaml", "", ".json or .toml"),
+        ("order.json", "{", "not valid JSON"),
+        ("order.toml", "=", "not valid TOML"),
+        ("order.json", "[1]", "holds no object"),
+        ("order.json", json.dumps(SPEC_FILE | {"promt": "x"}), "promt is not an option"),
+        ("order.json", json.dumps(SPEC_FILE | {"priority": "high"}), "priority is not an option"),
+        ("order.json", json.dumps(SPEC_FILE | {"limit": 0}), "limit is 0"),
+        ("order.json", '{"input": "a", "output": "o"}', "--model"),
+    ],
+)
+def test_a_bad_spec_file_is_one_line(
+    invoke: Invoke, specs: list[JobSpec], tmp_path: Path, name: str, content: str | None, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    code, out, err = invoke("run", "--spec", str(tmp_path / name))
+    assert (code, out, err.count("\n"), specs) == (2, "", 1, [])
+    assert said in err
+
+
+def test_the_shell_completes_flags(repo_root: Path) -> None:
+    words = {"_GRISTMILL_COMPLETE": "complete_bash", "COMP_WORDS": "gristmill run --on", "COMP_CWORD": "2"}
+    command = [sys.executable, "-m", "gristmill"]
+    done = subprocess.run(
+        command, cwd=repo_root, env=os.environ | words, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["--on-null", "--on-too-long"])
 
 
 def test_only_flags_that_were_given_reach_the_spec(invoke: Invoke, specs: list[JobSpec]) -> None:

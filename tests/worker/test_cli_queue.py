@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-import gristmill.worker.cli.main
 from examples.cluster.servers import RedisServer
 from gristmill.jobs.broker import CONTROL_QUEUE
 from gristmill.jobs.owner import current_owner
 from gristmill.jobs.records import WorkerModel
-from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import open_storage
 from gristmill.jobs.store.database import database_url
@@ -44,19 +41,6 @@ def submit_words(tmp_path: Path) -> list[str]:
 def waiting(server: RedisServer, url: str) -> int:
     with server.client(int(url.rpartition("/")[2])) as redis:
         return int(redis.llen(CONTROL_QUEUE)) + int(redis.llen(f"{CONTROL_QUEUE}\x06\x163"))
-
-
-def test_the_flags_of_submit_are_the_fields_of_the_spec() -> None:
-    command = typer.main.get_command(gristmill.worker.cli.main.app).commands["submit"]  # type: ignore[attr-defined]
-    flags = {param.name for param in command.params}
-    others = {"prompt_file", "database_url", "broker_url", "idempotency_key", "wait"}
-    assert flags - others == set(JobSpec.model_fields) - {
-        "quantization",
-        "kv_dtype",
-    }  # these are the worker's
-    for param in command.params:
-        names = {f"--{param.name.replace('_', '-')}"} if param.name != "input" else {"input"}
-        assert set(param.opts) == names
 
 
 def test_submit_prints_the_id_and_notifies(

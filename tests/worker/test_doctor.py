@@ -46,7 +46,7 @@ def versions(**found: str) -> Callable[[str], str | None]:
 def test_this_machine_passes(tmp_path: Path) -> None:
     checks = run_checks("null:", f"sqlite:///{tmp_path}/jobs.db")
     assert [check for check in checks if check.state == "fail"] == []
-    names = ["python", "torch", "libraries", "cpu", "memory", "disk", "database", "model"]
+    names = ["gristmill", "python", "torch", "libraries", "cpu", "memory", "disk", "database", "model"]
     assert [check.name for check in checks] == names
 
 

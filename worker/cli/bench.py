@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gristmill.worker.cli import options as options
-from gristmill.worker.cli.options import AsJson
+from gristmill.engine.config import EngineOptions, engine_flags
+from gristmill.worker.cli.options import AsJson, take_engine_options
 from gristmill.worker.show.console import EXIT_FAILED, UsageRefused, print_error, print_out, to_json
 
 if TYPE_CHECKING:
-    from gristmill.engine.config import EngineOptions, ModelConfig
+    from gristmill.engine.config import ModelConfig
     from gristmill.engine.engine import Engine
     from gristmill.worker.tools.bench.workload import BenchRow
 
@@ -60,31 +60,15 @@ Shape = Annotated[
     str | None,
     typer.Option(metavar="NAME|k=v,...", help="Random weights: smollm2-135m, or hidden=576,layers=30,..."),
 ]
-KVBlocks = Annotated[
-    int | None, typer.Option(min=2, metavar="N", help="Blocks of 16 tokens in the KV cache.")
-]
-KVCacheMib = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="The KV cache's size in MiB instead.")
-]
-MaxNumSeqs = Annotated[int | None, typer.Option(min=1, metavar="N", help="Most rows that run at a time.")]
-MaxBatchedTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="Token budget of a step.")]
-NoSharing = Annotated[bool, typer.Option("--no-sharing", help="Compute every prompt in full.")]
-Static = Annotated[
-    bool,
-    typer.Option("--static", help="Static batches in file order, to compare with: one ends, one begins."),
-]
-CpuKernels = Annotated[
-    Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"],
-    typer.Option(help="The highest instruction set to use."),
-]
-Threads = Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: all cores.")]
 Repeat = Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the rows; the median one counts.")]
 Trace = Annotated[
     Path | None, typer.Option(metavar="PNG", help="Draw the steps over time (needs matplotlib).")
 ]
 
 
+@take_engine_options(*engine_flags())
 def bench(
+    *,
     file: File = None,
     workload: Workload = None,
     rows: Rows = None,
@@ -96,47 +80,22 @@ def bench(
     shuffle: Shuffle = False,
     model: Model = None,
     shape: Shape = None,
-    dtype: options.Dtype = None,
-    quantization: options.Quantization = None,
-    kv_dtype: options.KVDtype = None,
-    kv_blocks: KVBlocks = None,
-    kv_cache_mib: KVCacheMib = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_batched_tokens: MaxBatchedTokens = None,
-    no_sharing: NoSharing = False,
-    static: Static = False,
-    cpu_kernels: CpuKernels = "auto",
-    threads: Threads = None,
+    engine_options: EngineOptions,
     repeat: Repeat = 1,
     as_json: AsJson = False,
     trace: Trace = None,
 ) -> int:
     """Measure the engine on this machine: speed, where the time went, what sharing saved."""
-    from gristmill.engine.config import EngineOptions
-
-    if kv_blocks is not None and kv_cache_mib is not None:
+    if engine_options.num_kv_blocks is not None and engine_options.kv_cache_bytes is not None:
         raise UsageRefused("--kv-blocks and --kv-cache-mib exclude each other: give one of them")
     source = load_source(model, shape)
     made_up = {
         "--shared-prefix": shared_prefix, "--levels": levels,
         "--prompt-tokens": prompt_tokens, "--output-tokens": output_tokens,
     }  # fmt: skip
-    engine_options = EngineOptions(
-        dtype=dtype or "auto",
-        quantization=quantization or "auto",
-        kv_dtype=kv_dtype or "auto",
-        max_num_batched_tokens=max_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        kv_cache_bytes=None if kv_cache_mib is None else kv_cache_mib << 20,
-        num_kv_blocks=kv_blocks,
-        enable_prefix_cache=not no_sharing,
-        num_threads=threads,
-        cpu_kernels=cpu_kernels,
-        static_batches=static,
-        record_steps=True,
-    )
     check_trace(trace)
     found = load_rows(source, file, workload, rows, made_up, seed)
+    engine_options = replace(engine_options, record_steps=True)
     return run_bench(source, order_rows(found, seed, shuffle), engine_options, repeat, as_json, trace)
 
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gristmill.worker.cli import options as options
-from gristmill.worker.cli.options import AsJson
+from gristmill.worker.cli.options import AsJson, build_spec, take_fields
 from gristmill.worker.show.console import EXIT_INTERRUPTED, UsageRefused, print_error, print_out, to_json
 
 DEFAULT_MAX_TOKENS = 128
@@ -50,18 +49,15 @@ Output = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace these files in DIR.")]
 
 
+@take_fields("prompt", "messages", "system", "limit")
 def compare(
     a: A,
     b: B,
     rows: RowsFile,
-    prompt: options.Prompt = None,
-    prompt_file: options.PromptFile = None,
-    messages: options.Messages = None,
-    system: options.System = None,
+    fields: dict[str, Any],
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     language: Language = None,
     choices: Choices = None,
-    limit: options.Limit = None,
     output: Output = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -75,11 +71,8 @@ def compare(
 
     sides = (parse_side("A", a), parse_side("B", b))
     wanted = parse_choices(choices)
-    fields: dict[str, Any] = {
-        "input": [rows], "output": output or "-", "model": a, "prompt": prompt, "messages": messages,
-        "system": system, "max_tokens": max_tokens, "limit": limit,
-    }  # fmt: skip
-    spec = options.build_spec(fields, None, prompt_file, None)
+    order = {"input": [rows], "output": output or "-", "model": a, "max_tokens": max_tokens}
+    spec = build_spec(fields | order)
     found = load_compare_rows(spec, language)
     folder = check_output(output, overwrite, found.sources) if output is not None else None
     for side in sides:

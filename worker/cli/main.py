@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from gristmill.worker.cli import options as options
+from gristmill.jobs.spec import JobSpec
 from gristmill.worker.cli.bench import bench
 from gristmill.worker.cli.compare import compare
 from gristmill.worker.cli.options import (
@@ -21,9 +21,9 @@ from gristmill.worker.cli.options import (
     BrokerUrl,
     DatabaseUrl,
     JobReference,
-    build_spec,
     load_job,
     open_jobs,
+    take_order,
 )
 from gristmill.worker.cli.quantize import quantize
 from gristmill.worker.cli.queue import add_queue_commands
@@ -33,7 +33,6 @@ from gristmill.worker.version import load_version
 app = typer.Typer(
     name="gristmill",
     help="Grinds files of prompts into files of completions, offline, each row exactly once.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -53,45 +52,12 @@ def root(
 
 
 @app.command()
-def run(
-    input: options.Input,
-    output: options.Output,
-    model: options.Model,
-    prompt: options.Prompt = None,
-    prompt_file: options.PromptFile = None,
-    messages: options.Messages = None,
-    system: options.System = None,
-    max_tokens: options.MaxTokens = None,
-    sampling: options.Sampling = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    input_format: options.InputFormat = None,
-    output_format: options.OutputFormat = None,
-    keep: options.Keep = None,
-    limit: options.Limit = None,
-    on_null: options.OnNull = None,
-    on_too_long: options.OnTooLong = None,
-    max_errors: options.MaxErrors = None,
-    dtype: options.Dtype = None,
-    quantization: options.Quantization = None,
-    kv_dtype: options.KVDtype = None,
-    if_exists: options.IfExists = None,
-    shard_rows: options.ShardRows = None,
-    regroup: options.Regroup = None,
-    database_url: DatabaseUrl = None,
-) -> int:
+@take_order
+def run(spec: JobSpec, database_url: DatabaseUrl = None) -> int:
     """Run a job on this machine. The same command again resumes it."""
     from gristmill.worker.local.run import run_local
     from gristmill.worker.show.progress import build_display
 
-    fields = {
-        "input": input, "output": output, "model": model, "prompt": prompt, "messages": messages,
-        "system": system, "max_tokens": max_tokens, "seed": seed, "stop": stop, "input_format": input_format,
-        "output_format": output_format, "limit": limit, "on_null": on_null, "on_too_long": on_too_long,
-        "max_errors": max_errors, "dtype": dtype, "quantization": quantization, "kv_dtype": kv_dtype,
-        "if_exists": if_exists, "shard_rows": shard_rows, "regroup": regroup,
-    }  # fmt: skip
-    spec = build_spec(fields, sampling, prompt_file, keep)
     return run_local(spec, database_url, build_display(sys.stderr))
 
 
@@ -136,8 +102,6 @@ def cancel(job: JobReference, database_url: DatabaseUrl = None) -> None:
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a job spec."""
-    from gristmill.jobs.spec import JobSpec
-
     print_out(to_json(JobSpec.model_json_schema()))
 
 

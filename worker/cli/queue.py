@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gristmill.worker.cli import options as options
+from gristmill.engine.config import EngineOptions
+from gristmill.jobs.spec import JobSpec
 from gristmill.worker.cli.options import (
     AsJson,
     BrokerUrl,
     DatabaseUrl,
     JobReference,
-    build_spec,
     load_job,
     open_jobs,
+    take_engine_options,
+    take_order,
 )
 from gristmill.worker.show.console import UsageRefused, print_out, to_json
 
@@ -32,33 +34,9 @@ def add_queue_commands(app: typer.Typer) -> None:
         app.command()(command)
 
 
+@take_order
 def submit(
-    input: options.Input,
-    output: options.Output,
-    model: options.ModelName,
-    prompt: options.Prompt = None,
-    prompt_file: options.PromptFile = None,
-    messages: options.Messages = None,
-    system: options.System = None,
-    max_tokens: options.MaxTokens = None,
-    sampling: options.Sampling = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    input_format: options.InputFormat = None,
-    output_format: options.OutputFormat = None,
-    keep: options.Keep = None,
-    limit: options.Limit = None,
-    on_null: options.OnNull = None,
-    on_too_long: options.OnTooLong = None,
-    max_errors: options.MaxErrors = None,
-    dtype: options.Dtype = None,
-    if_exists: options.IfExists = None,
-    shard_rows: options.ShardRows = None,
-    regroup: options.Regroup = None,
-    priority: options.Priority = None,
-    not_before: options.NotBefore = None,
-    deadline: options.Deadline = None,
-    on_complete: options.OnComplete = None,
+    spec: JobSpec,
     idempotency_key: Annotated[
         str | None, typer.Option(metavar="KEY", help="The same key again is the same job, not another one.")
     ] = None,
@@ -69,15 +47,6 @@ def submit(
     """Hand a job to the workers, and print its id."""
     from gristmill.jobs.client import submit_spec
 
-    fields = {
-        "input": input, "output": output, "model": model, "prompt": prompt, "messages": messages,
-        "system": system, "max_tokens": max_tokens, "seed": seed, "stop": stop, "input_format": input_format,
-        "output_format": output_format, "limit": limit, "on_null": on_null, "on_too_long": on_too_long,
-        "max_errors": max_errors, "dtype": dtype, "if_exists": if_exists, "shard_rows": shard_rows,
-        "regroup": regroup, "priority": priority, "not_before": not_before, "deadline": deadline,
-        "on_complete": on_complete,
-    }  # fmt: skip
-    spec = build_spec(fields, sampling, prompt_file, keep)
     with open_jobs(database_url) as store:
         job_id = submit_spec(store, spec, idempotency_key, broker_url).job.job_id
         if wait:
@@ -86,7 +55,9 @@ def submit(
         return 0
 
 
+@take_engine_options("quantization", "kv_dtype")
 def worker(
+    *,
     model: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PATH", help="A model to offer; repeatable.")
     ] = None,
@@ -105,8 +76,7 @@ def worker(
             " GRISTMILL_ALLOW_URIS, separated by commas.",
         ),
     ] = None,
-    quantization: options.Quantization = None,
-    kv_dtype: options.KVDtype = None,
+    engine_options: EngineOptions,
     database_url: DatabaseUrl = None,
     broker_url: BrokerUrl = None,
 ) -> int:
@@ -119,8 +89,7 @@ def worker(
             model_folders=tuple(models or ()),
             max_models=max_models,
             allow=tuple(allow_uri or ()),
-            quantization=quantization or "auto",
-            kv_dtype=kv_dtype or "auto",
+            engine_options=engine_options,
             database_url=database_url,
             broker_url=broker_url,
         )

@@ -17,7 +17,8 @@ from gristmill.engine.config import EngineOptions
 from gristmill.jobs.broker import Notifier, broker_url
 from gristmill.jobs.errors import JobsError, RefusedError, Unavailable
 from gristmill.jobs.storage.s3.check import check_s3
-from gristmill.jobs.store.database import LEASE_S, database_url
+from gristmill.jobs.store.database import database_url
+from gristmill.jobs.store.models import LEASE_S
 from gristmill.jobs.store.store import Store, open_store
 from gristmill.worker.engine.supervisor import ENGINE_TIMEOUT_S
 from gristmill.worker.serve.catalog import Catalog, load_catalog
@@ -49,8 +50,7 @@ class WorkerOptions:
     models: tuple[str, ...] = ()  # NAME=PATH
     model_folders: tuple[str, ...] = ()
     max_models: int = 1  # loaded at once
-    quantization: str = "auto"
-    kv_dtype: str = "auto"
+    engine_options: EngineOptions = EngineOptions()
     allow: tuple[str, ...] = ()
     database_url: str | None = None
     broker_url: str | None = None
@@ -68,9 +68,10 @@ def run_worker(options: WorkerOptions) -> int:
     engine_timeout_s = load_seconds("GRISTMILL_ENGINE_TIMEOUT_S", ENGINE_TIMEOUT_S)
     with StopSignals() as signals:
         try:
-            engine_options = EngineOptions(quantization=options.quantization, kv_dtype=options.kv_dtype)
             catalog = wait_for(
-                lambda: load_catalog(options.models, options.model_folders, engine_options=engine_options)
+                lambda: load_catalog(
+                    options.models, options.model_folders, engine_options=options.engine_options
+                )
             )
             database = database_url(options.database_url)
             with wait_for(lambda: open_store(database, lease_s=lease_s)) as store:
@@ -82,7 +83,7 @@ def run_worker(options: WorkerOptions) -> int:
                 pool = ModelPool(
                     store,
                     catalog,
-                    HostOptions(allow, engine_options, lease_s, engine_timeout_s),
+                    HostOptions(allow, options.engine_options, lease_s, engine_timeout_s),
                     max_models=options.max_models,
                     notify=notifier.notify,
                     version=load_version(),

@@ -11,15 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gristmill.engine.config import KV_DTYPES, QUANTIZATIONS, EngineOptions
+from gristmill.engine.config import EngineOptions, engine_flags
 from gristmill.worker.show.console import UsageRefused
 
 # The fields of EngineOptions that may differ between the sides, with their values.
 SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "quantization": QUANTIZATIONS,
-    "kv_dtype": KV_DTYPES,
-    "dtype": ("auto", "bfloat16", "float32"),
-    "cpu_kernels": ("auto", "amx", "avx512_bf16", "avx512", "avx2", "none"),
+    name: engine_flags()[name].choices for name in ("quantization", "kv_dtype", "dtype", "cpu_kernels")
 }
 _SETTING = re.compile(r",\s*[\w-]+\s*=[^,/]*$")
 

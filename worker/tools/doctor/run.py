@@ -25,6 +25,7 @@ from gristmill.jobs.store.database import database_url
 from gristmill.worker.tools.doctor.check import Check
 from gristmill.worker.tools.doctor.model import check_model, to_size_lines, to_size_payload
 from gristmill.worker.tools.doctor.services import check_database, check_services
+from gristmill.worker.version import load_version
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
@@ -39,6 +40,7 @@ LIBRARIES = (
 def run_checks(model: str | None, url: str | None, broker: str | None = None) -> list[Check]:
     """Every check in the order in which a person should read them; `broker` as for gristmill.jobs.broker.broker_url."""
     checks = [
+        Check("gristmill", "ok", load_version()),
         check_python(sys.version_info[:3]),
         check_torch(load_package_version),
         check_libraries(load_package_version),
