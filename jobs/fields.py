@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Required, TypedDict
 
+from gristmill.jobs.formats import InputFormatName, OutputFormatName
+
 
 class JobFields(TypedDict, total=False):
     """What `gristmill.run` and `gristmill.submit` take: the fields of jobs.spec.JobSpec, which says what each means."""
@@ -19,8 +21,8 @@ class JobFields(TypedDict, total=False):
     sampling: Mapping[str, Any]
     seed: int
     stop: str | list[str]
-    input_format: Literal["auto", "jsonl", "parquet"]
-    output_format: Literal["parquet", "jsonl"]
+    input_format: InputFormatName
+    output_format: OutputFormatName
     keep: str | list[str]
     limit: int | None
     on_null: Literal["error", "skip", "empty"]

@@ -19,7 +19,7 @@ class Source:
     uri: str
     size_bytes: int
     version: str
-    format: str  # a name of jobs/input/formats/registry.py
+    format: str  # a name of jobs/formats.py
     compression: Compression | None = None
 
     @property

@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.formats import InputFormatName, OutputFormatName
 from gristmill.jobs.moments import parse_moment
 
 
@@ -129,10 +130,10 @@ class JobSpec(BaseModel):
     stop: Annotated[list[_NonEmpty], BeforeValidator(_as_list), Flag("S")] = Field(
         default=[], description="Text at which a completion ends; repeatable."
     )
-    input_format: Annotated[Literal["auto", "jsonl", "parquet"], Flag()] = Field(
+    input_format: Annotated[InputFormatName, Flag()] = Field(
         default="auto", description="Default auto, by the files' names."
     )
-    output_format: Annotated[Literal["parquet", "jsonl"], Flag()] = Field(
+    output_format: Annotated[OutputFormatName, Flag()] = Field(
         default="parquet", description="Default parquet."
     )
     keep: Annotated[list[_NonEmpty], BeforeValidator(_split_columns), Flag("COLUMNS")] = Field(

@@ -26,7 +26,7 @@ PACKAGES = {
     "jobs": {"jobs"},
     "worker": {"worker", "engine", "jobs"},
     "migrations": {"jobs"},
-    "gristmill": {"gristmill", "jobs", "worker"},
+    "gristmill": {"gristmill", "engine", "jobs", "worker"},
 }
 # The arrows inside a package: from a folder (with those inside it) to the folders beside it. A package's loose
 # files are values and import no folder, except those that stand here by name.

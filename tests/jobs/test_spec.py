@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from gristmill.jobs.errors import RefusedError
-from gristmill.jobs.input.formats.registry import INPUT_FORMATS
-from gristmill.jobs.output.formats.registry import OUTPUT_FORMATS
 from gristmill.jobs.spec import JobSpec, SamplingSpec, parse_sampling, parse_spec
 
 REPO = Path(__file__).resolve().parents[2]
@@ -138,9 +136,3 @@ def test_max_errors_is_rows_or_a_share() -> None:
     assert parse_spec({**REQUIRED, "max_errors": 10}).max_num_errors(1000) == 10
     assert parse_spec({**REQUIRED, "max_errors": "0.5%"}).max_num_errors(1000) == 5
     assert parse_spec(REQUIRED).max_num_errors(1000) is None
-
-
-def test_the_formats_of_an_order_are_those_that_there_are() -> None:
-    fields = JobSpec.model_fields
-    assert get_args(fields["input_format"].annotation) == ("auto", *INPUT_FORMATS)
-    assert get_args(fields["output_format"].annotation) == tuple(OUTPUT_FORMATS)

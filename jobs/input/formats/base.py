@@ -1,4 +1,4 @@
-"""What Gristmill asks of a format of input. To add one: a class in a file beside this, and its line in registry.py."""
+"""What Gristmill asks of a format of input. To add one: a file beside this with FORMAT, and its name in formats.py."""
 
 from __future__ import annotations
 

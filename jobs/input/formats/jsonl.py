@@ -228,3 +228,6 @@ def _sample_keys(name: str, stream: ByteStream, num_records: int) -> dict[str, N
         if row_index >= num_records or (keys and stream.position >= BLOCK_BYTES):
             break
     return keys
+
+
+FORMAT = JsonlFormat()

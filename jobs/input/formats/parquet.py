@@ -278,3 +278,6 @@ def _readable_type(kind: Any) -> Any:
     if pa.types.is_list(kind):
         return pa.list_(kind.value_field.with_type(_readable_type(kind.value_type)))
     return kind
+
+
+FORMAT = ParquetFormat()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import get_args
+
+from gristmill.jobs.formats import InputFormatName
 from gristmill.jobs.input.formats.base import InputFormat
-from gristmill.jobs.input.formats.jsonl import JsonlFormat
-from gristmill.jobs.input.formats.parquet import ParquetFormat
 from gristmill.jobs.source import Source
 
-INPUT_FORMATS: dict[str, InputFormat] = {form.name: form for form in (JsonlFormat(), ParquetFormat())}
+_NAMES = [name for name in get_args(InputFormatName) if name != "auto"]
+INPUT_FORMATS: dict[str, InputFormat] = {
+    name: import_module(f"gristmill.jobs.input.formats.{name}").FORMAT for name in _NAMES
+}
 SUFFIXES = {suffix: form.name for form in INPUT_FORMATS.values() for suffix in form.suffixes}
 
 

@@ -89,3 +89,6 @@ def _build_lines(
             record[name] = getattr(result, name)
         line = encode_text(json.dumps(record, ensure_ascii=False, allow_nan=False)) + b"\n"
         yield (record["source"], result.row_index), line
+
+
+FORMAT = JsonlParts()

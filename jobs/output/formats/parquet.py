@@ -166,3 +166,6 @@ def _build_array(values: list[Any], kind: pa.DataType) -> pa.Array:
         return pa.array(values, type=kind)
     except UnicodeEncodeError:
         return pa.array([encode_text(v).decode() if isinstance(v, str) else v for v in values], type=kind)
+
+
+FORMAT = ParquetParts()

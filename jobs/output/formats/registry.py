@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from gristmill.jobs.output.formats.base import OutputFormat
-from gristmill.jobs.output.formats.jsonl import JsonlParts
-from gristmill.jobs.output.formats.parquet import ParquetParts
+from importlib import import_module
+from typing import get_args
 
-OUTPUT_FORMATS: dict[str, OutputFormat] = {form.name: form for form in (ParquetParts(), JsonlParts())}
+from gristmill.jobs.formats import OutputFormatName
+from gristmill.jobs.output.formats.base import OutputFormat
+
+OUTPUT_FORMATS: dict[str, OutputFormat] = {
+    name: import_module(f"gristmill.jobs.output.formats.{name}").FORMAT for name in get_args(OutputFormatName)
+}
 
 
 def format_of_part(path: str) -> OutputFormat:
