@@ -272,7 +272,7 @@ def test_a_cursor_goes_on_without_opening_the_object_again(
 ) -> None:
     source = load(put(s3_root, "a.parquet", parquet_bytes(pa.table({"n": range(10_000)}))))
     opened = []
-    monkeypatch.setattr(parquet, "_open_file", lambda file: opened.append(file) or pq.ParquetFile(file))
     plan = plan_shards([source], 500)
+    monkeypatch.setattr(parquet, "_open_file", lambda file: opened.append(file) or pq.ParquetFile(file))
     assert [row["n"] for _, _, row in read([source], plan, "n")] == list(range(10_000))
     assert len(opened) == 1
