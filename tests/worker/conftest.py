@@ -16,8 +16,8 @@ from gristmill.jobs.spec import parse_spec
 from gristmill.jobs.store.database import database_url
 from gristmill.jobs.store.store import Store, open_store
 from gristmill.worker.cli.main import run_cli
-from gristmill.worker.local.interrupts import Interrupts
 from gristmill.worker.local.run import resume_local, run_local
+from gristmill.worker.serve.stop_signals import StopSignals
 from gristmill.worker.show.progress import Progress
 
 Invoke = Callable[..., tuple[int, str, str]]
@@ -76,7 +76,7 @@ class JobKit:
         self,
         source: Path,
         display: RecordingDisplay | None = None,
-        interrupts: Interrupts | None = None,
+        signals: StopSignals | None = None,
         **fields: Any,
     ) -> int:
         """The exit code of a run over `source`."""
@@ -87,7 +87,7 @@ class JobKit:
             "max_tokens": 16,
             **fields,
         }
-        return run_local(parse_spec(order), None, display or RecordingDisplay(), interrupts)
+        return run_local(parse_spec(order), None, display or RecordingDisplay(), signals)
 
     def resume(self, reference: str, display: RecordingDisplay | None = None) -> int:
         return resume_local(reference, None, display or RecordingDisplay())

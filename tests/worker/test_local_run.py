@@ -204,3 +204,13 @@ def test_a_retry_without_failed_rows_is_refused(kit: Any) -> None:
     assert kit.run(source, prompt="{{ text }}") == 0
     with pytest.raises(RefusedError, match="no failed rows"):
         retry_local(str(kit.output), None, kit.new_display())
+
+
+def test_a_slash_behind_a_file_is_refused_and_behind_the_output_is_the_same_folder(kit: Any) -> None:
+    source = kit.write_jsonl([{"text": "a"}])
+    with pytest.raises(RefusedError, match="no such file or folder"):
+        kit.run(f"{source}/", prompt=PROMPT)
+    assert not kit.output.exists()
+    assert kit.run(source, prompt=PROMPT, output=f"{kit.output}/") == 0
+    assert kit.run(source, prompt=PROMPT) == 0
+    assert len(kit.rows()) == 1

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gristmill.jobs.errors import JobIsLive, RefusedError
-from gristmill.worker.local.interrupts import Interrupts
+from gristmill.worker.serve.stop_signals import StopSignals
 from gristmill.worker.show.progress import Progress
 
 LIMIT_S = 30.0
@@ -32,10 +32,10 @@ def _comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: row[name] for name in (*names, "error_code")} for row in rows]
 
 
-def _stop_after(num_rows: int, interrupts: Interrupts) -> Any:
+def _stop_after(num_rows: int, signals: StopSignals) -> Any:
     def on_update(progress: Progress) -> None:
         if progress.rows_done >= num_rows:
-            interrupts.request_stop()
+            signals.request_stop()
 
     return on_update
 
@@ -45,9 +45,9 @@ def test_an_interrupted_job_resumes_and_nothing_committed_is_computed_again(
 ) -> None:
     source = kit.write_jsonl(_rows(400))
     fields = {"prompt": PROMPT, "model": "null:?delay_ms=1", "shard_rows": 150}
-    interrupts = Interrupts()
-    display = kit.new_display(_stop_after(60, interrupts))
-    assert kit.run(source, display, interrupts, **fields) == 130
+    signals = StopSignals()
+    display = kit.new_display(_stop_after(60, signals))
+    assert kit.run(source, display, signals, **fields) == 130
     assert f"gristmill resume {display.job_id}" in capsys.readouterr().err
     num_safe = len(kit.rows())
     assert 60 <= num_safe < 400
@@ -81,22 +81,22 @@ def test_a_cancel_from_another_process_keeps_finished_rows_and_can_be_resumed(ki
 
 
 def test_a_job_whose_input_changed_is_not_resumed(kit: Any) -> None:
-    interrupts = Interrupts()
-    display = kit.new_display(_stop_after(10, interrupts))
+    signals = StopSignals()
+    display = kit.new_display(_stop_after(10, signals))
     source = kit.write_jsonl(_rows(300))
-    kit.run(source, display, interrupts, prompt=PROMPT, model="null:?delay_ms=2")
+    kit.run(source, display, signals, prompt=PROMPT, model="null:?delay_ms=2")
     kit.write_jsonl(_rows(301))
     with pytest.raises(RefusedError, match="changed"):
         kit.resume(display.job_id)
 
 
 def test_a_stop_while_the_model_loads_ends_the_run_at_once(kit: Any) -> None:
-    interrupts = Interrupts()
-    timer = threading.Timer(0.3, interrupts.request_stop)
+    signals = StopSignals()
+    timer = threading.Timer(0.3, signals.request_stop)
     timer.start()
     started_s = time.monotonic()
     source = kit.write_jsonl(_rows(10))
-    assert kit.run(source, None, interrupts, prompt=PROMPT, model="null:?load_ms=60000") == 130
+    assert kit.run(source, None, signals, prompt=PROMPT, model="null:?load_ms=60000") == 130
     timer.join()
     assert time.monotonic() - started_s < 2.3
     assert not kit.output.exists()
@@ -163,19 +163,19 @@ def test_a_run_killed_at_any_moment_loses_no_row_and_doubles_none(kit: Any) -> N
 
 
 def test_the_first_signal_only_sets_a_flag_while_rows_run() -> None:
-    with Interrupts() as interrupts, interrupts.deferred():
+    with StopSignals() as signals, signals.deferred():
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.should_stop()
+        assert signals.should_stop()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_first_signal_raises_while_nothing_is_at_stake() -> None:
-    with Interrupts(), pytest.raises(KeyboardInterrupt):
+    with StopSignals(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_stop_that_was_asked_for_before_the_rows_run_raises_then() -> None:
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
-        interrupts.request_stop()
-        with interrupts.deferred():
+    with StopSignals() as signals, pytest.raises(KeyboardInterrupt):
+        signals.request_stop()
+        with signals.deferred():
             pytest.fail("the stretch began")

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from gristmill.engine.errors import EngineError
-from gristmill.engine.request import Completion, EngineCounters, Request, SamplingParams
+from gristmill.engine.errors import EngineDied, EngineError
+from gristmill.engine.request import Completion, EngineCounters, EngineInfo, Request, SamplingParams
 from gristmill.worker.engine.client import EngineClient
 from gristmill.worker.engine.crash_search import SOLO_DEATHS, CrashSearch
 
@@ -214,3 +214,21 @@ def _build_poisoned(request: Request) -> Completion:
         error_message=f"the engine process died {SOLO_DEATHS} times with this row alone in it, and lived on"
         " without it",
     )
+
+
+def load_model(
+    client: EngineClient, should_stop: Callable[[], bool], note: Callable[[str], None]
+) -> EngineInfo:
+    """Waits until the started engine has its model. One that was killed meanwhile, as by a full memory, is started
+    again a few times; raises EngineError."""
+    num_deaths = 0
+    while True:
+        try:
+            return client.wait_loaded(LOAD_TIMEOUT_S, should_stop)
+        except EngineDied as died:
+            num_deaths += 1
+            was_killed = died.exit_code is not None and died.exit_code < 0
+            if should_stop() or not was_killed or num_deaths == MAX_LOAD_DEATHS:
+                raise
+            note(f"{died}; started again")
+            client.start()

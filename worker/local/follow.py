@@ -44,12 +44,12 @@ def follow_job(store: Store, job_id: str, display: Display, poll_s: float = 1.0)
     return report_end(status)
 
 
-def report_end(status: JobStatus) -> int:
-    """Prints the final table, and one line on stderr where the job has not completed."""
+def report_end(status: JobStatus, is_live: bool | None = None) -> int:
+    """Prints the final table, and one line on stderr where the job has not completed; the exit code."""
     if status.state == JobState.FAILED and not status.shards:
         print_error(f"job {status.job_id} was refused: {status.message}")
         return EXIT_REFUSED
-    print_out(to_status_text(status))
+    print_out(to_status_text(status, is_live))
     if status.state != JobState.COMPLETED:
         reason = f": {status.message}" if status.message else ""
         print_error(

@@ -13,6 +13,7 @@ import pyarrow as pa
 from gristmill.engine.checkpoint.fingerprint import fingerprint
 from gristmill.engine.checkpoint.opening import check_quantization, load_checkpoint, resolve_dtype
 from gristmill.engine.null_engine import is_null_url, parse_null_url
+from gristmill.jobs.client import to_absolute
 from gristmill.jobs.errors import JobsError
 from gristmill.jobs.identity import job_identity
 from gristmill.jobs.input.reading import is_typed, load_columns
@@ -54,7 +55,9 @@ class LocalOrder:
 
 def load_order(spec: JobSpec) -> LocalOrder:
     """Reads heads of inputs and headers of the model; raises RefusedError or ModelRefused, writes nothing."""
-    spec = to_absolute(spec)
+    spec = to_absolute(spec)  # the same order whatever the working directory of the next run is
+    if not is_null_url(spec.model):
+        spec = spec.model_copy(update={"model": os.path.abspath(spec.model)})
     sources = load_sources(spec.input, spec.input_format, spec.output)
     columns = load_columns(sources)
     prompt_source = PromptSource(spec, columns)
@@ -141,14 +144,3 @@ def plan_order(
     except StoppedError:
         raise KeyboardInterrupt from None
     return LocalPlan(found.plan, found.spool_id, found.note, found.figures) if found else LocalPlan(plan)
-
-
-def to_absolute(spec: JobSpec) -> JobSpec:
-    """The same order whatever the working directory of the next run is."""
-    changes: dict[str, object] = {
-        "input": [path if "://" in path else os.path.abspath(path) for path in spec.input],
-        "output": spec.output if "://" in spec.output else os.path.abspath(spec.output),
-    }
-    if not is_null_url(spec.model):
-        changes["model"] = os.path.abspath(spec.model)
-    return spec.model_copy(update=changes)

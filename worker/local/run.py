@@ -26,8 +26,8 @@ from gristmill.jobs.store.database import database_url as to_database_url
 from gristmill.jobs.store.store import Store, open_store
 from gristmill.worker.engine.client import EngineClient
 from gristmill.worker.engine.credit_window import credit_window
-from gristmill.worker.engine.supervisor import LOAD_TIMEOUT_S, MAX_LOAD_DEATHS, EngineSupervisor
-from gristmill.worker.local.interrupts import Interrupts
+from gristmill.worker.engine.supervisor import EngineSupervisor, load_model
+from gristmill.worker.local.follow import report_end
 from gristmill.worker.local.order import LocalOrder, LocalPlan, create_job, load_order, planned_order
 from gristmill.worker.run.active_shards import ActiveShards
 from gristmill.worker.run.committer import Committer
@@ -37,45 +37,45 @@ from gristmill.worker.run.prepare import Preparer
 from gristmill.worker.run.prepare_ahead import PrepareAhead
 from gristmill.worker.run.shard_runner import ShardRunner
 from gristmill.worker.run.shard_source import JobShards
-from gristmill.worker.show.console import EXIT_FAILED, EXIT_INTERRUPTED, print_error, print_out
+from gristmill.worker.serve.stop_signals import StopSignals
+from gristmill.worker.show.console import EXIT_INTERRUPTED, print_error
 from gristmill.worker.show.progress import Display
-from gristmill.worker.show.report import to_status_text
 
 INTERRUPTED_EARLY = "interrupted before it got to work; run the same command again"
 
 
 def run_local(
-    spec: JobSpec, database_url: str | None, display: Display, interrupts: Interrupts | None = None
+    spec: JobSpec, database_url: str | None, display: Display, signals: StopSignals | None = None
 ) -> int:
     """Runs the job, or goes on with it if it is the same one; the exit code."""
-    with interrupts or Interrupts() as interrupts:
+    with signals or StopSignals() as signals:
         try:
             order = load_order(spec)
             with open_store(to_database_url(database_url)) as store:
-                return LocalRun(store, order, display, interrupts).run()
+                return LocalRun(store, order, display, signals).run()
         except KeyboardInterrupt:
             print_error(INTERRUPTED_EARLY)
             return EXIT_INTERRUPTED
 
 
 def resume_local(
-    reference: str, database_url: str | None, display: Display, interrupts: Interrupts | None = None
+    reference: str, database_url: str | None, display: Display, signals: StopSignals | None = None
 ) -> int:
     """Goes on with the local job of this id or output folder; the exit code."""
-    return _go_on_with(reference, database_url, display, interrupts, retry=False)
+    return _go_on_with(reference, database_url, display, signals, retry=False)
 
 
 def retry_local(
-    reference: str, database_url: str | None, display: Display, interrupts: Interrupts | None = None
+    reference: str, database_url: str | None, display: Display, signals: StopSignals | None = None
 ) -> int:
     """Computes the failed rows of this local job again; the exit code."""
-    return _go_on_with(reference, database_url, display, interrupts, retry=True)
+    return _go_on_with(reference, database_url, display, signals, retry=True)
 
 
 def _go_on_with(
-    reference: str, database_url: str | None, display: Display, interrupts: Interrupts | None, retry: bool
+    reference: str, database_url: str | None, display: Display, signals: StopSignals | None, retry: bool
 ) -> int:
-    with interrupts or Interrupts() as interrupts:
+    with signals or StopSignals() as signals:
         try:
             with open_store(to_database_url(database_url)) as store:
                 job = store.jobs.find(reference)
@@ -88,7 +88,7 @@ def _go_on_with(
                         f"job {job.job_id} can't go on: its input or its model changed since it began;"
                         " put them back, or run it anew with another --output"
                     )
-                run = LocalRun(store, order, display, interrupts)
+                run = LocalRun(store, order, display, signals)
                 return run.retry(job) if retry else run.resume(job)
         except KeyboardInterrupt:
             print_error(INTERRUPTED_EARLY)
@@ -107,11 +107,11 @@ class LoadedEngine:
 class LocalRun:
     """One order, carried out here."""
 
-    def __init__(self, store: Store, order: LocalOrder, display: Display, interrupts: Interrupts) -> None:
+    def __init__(self, store: Store, order: LocalOrder, display: Display, signals: StopSignals) -> None:
         self._store = store
         self._order = order
         self._display = display
-        self._interrupts = interrupts
+        self._signals = signals
         self._storage: Storage = open_storage(order.spec.output)
         self._owner: Owner = current_owner()
 
@@ -176,7 +176,7 @@ class LocalRun:
 
     def _plan(self) -> AbstractContextManager[LocalPlan]:
         return planned_order(
-            self._order, self._store, self._storage, self._interrupts.should_stop, self._display.note
+            self._order, self._store, self._storage, self._signals.should_stop, self._display.note
         )
 
     @contextmanager
@@ -204,20 +204,13 @@ class LocalRun:
     def _wait_loaded(self, client: EngineClient) -> LoadedEngine:
         self._display.note(f"loading {self._order.spec.model}")
         tokenizer = load_tokenizer(self._order.spec.model)
-        num_deaths = 0
-        while True:
-            try:
-                info = client.wait_loaded(LOAD_TIMEOUT_S, self._interrupts.should_stop)
-                return LoadedEngine(client, info, tokenizer)
-            except EngineDied as died:
-                if self._interrupts.should_stop():
-                    raise KeyboardInterrupt from None
-                was_killed = died.exit_code is not None and died.exit_code < 0
-                num_deaths += 1
-                if not was_killed or num_deaths == MAX_LOAD_DEATHS:
-                    raise
-                self._display.note(f"{died}; started again")
-                client.start()
+        try:
+            info = load_model(client, self._signals.should_stop, self._display.note)
+        except EngineDied:
+            if self._signals.should_stop():
+                raise KeyboardInterrupt from None
+            raise
+        return LoadedEngine(client, info, tokenizer)
 
     def _run_shards(self, job: JobRecord, engine: LoadedEngine) -> int:
         redo_publications(self._storage, self._store.shards, job.job_id)
@@ -227,7 +220,7 @@ class LocalRun:
             self._display.note(f"{job.job_id} goes on: {num_done:,} of {status.rows:,} rows are done")
         self._display.start(status.rows, num_done, job.job_id)
         try:
-            with self._interrupts.deferred():
+            with self._signals.deferred():
                 outcome = self._build_runner(status, engine).run()
         finally:
             self._display.stop()
@@ -250,7 +243,7 @@ class LocalRun:
             PrepareAhead(contexts),
             Committer(self._store, contexts),
             self._display,
-            self._interrupts.should_stop,
+            self._signals.should_stop,
             RunnerOptions(max_errors=spec.max_num_errors(status.rows)),
         )
 
@@ -282,17 +275,4 @@ class LocalRun:
         return self._report(job_id)
 
     def _report(self, job_id: str) -> int:
-        """Prints the final table, and one line on stderr where the job has not completed."""
-        status = self._store.jobs.status(job_id)
-        print_out(to_status_text(status, is_live=False))
-        if status.state != JobState.COMPLETED:
-            state = f"{status.state}: {status.message}" if status.message else status.state
-            print_error(
-                f"job {job_id} is {state}; {status.rows - status.not_run:,} of {status.rows:,} rows are done"
-                f" and kept; to go on: gristmill resume {job_id}"
-            )
-            return EXIT_FAILED
-        is_all_failed = status.rows > 0 and status.failed == status.rows
-        if is_all_failed:
-            print_error(f"every row of job {job_id} failed: the table and the column error_message say why")
-        return EXIT_FAILED if is_all_failed else 0
+        return report_end(self._store.jobs.status(job_id), is_live=False)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from gristmill.engine.config import EngineOptions
-from gristmill.engine.errors import EngineDied, EngineError
+from gristmill.engine.errors import EngineError
 from gristmill.engine.request import EngineInfo
 from gristmill.engine.text.tokenizer import load_tokenizer
 from gristmill.jobs.errors import JobsError
@@ -20,12 +20,7 @@ from gristmill.jobs.owner import Owner
 from gristmill.jobs.store.store import Store
 from gristmill.worker.engine.client import EngineClient
 from gristmill.worker.engine.credit_window import credit_window
-from gristmill.worker.engine.supervisor import (
-    ENGINE_TIMEOUT_S,
-    LOAD_TIMEOUT_S,
-    MAX_LOAD_DEATHS,
-    EngineSupervisor,
-)
+from gristmill.worker.engine.supervisor import ENGINE_TIMEOUT_S, EngineSupervisor, load_model
 from gristmill.worker.run.active_shards import ActiveShards
 from gristmill.worker.run.committer import Committer
 from gristmill.worker.run.job_context import ContextLoader, Contexts
@@ -125,7 +120,7 @@ class ModelHost:
         try:
             self._catalog.check_unchanged(self.entry)
             client.start()
-            info = self._wait_loaded(client)
+            info = load_model(client, self._stop.is_set, logger.warning)
             self.is_loaded = True
             logger.info("model %s is loaded (%.1f s)", self.entry.name, info.load_s)
             outcome = self._build_runner(client, model, info).run()
@@ -139,19 +134,6 @@ class ModelHost:
             self.failure = f"model {self.entry.name}: internal error, {type(error).__name__}: {error}"
         finally:
             client.kill()
-
-    def _wait_loaded(self, client: EngineClient) -> EngineInfo:
-        num_deaths = 0
-        while True:
-            try:
-                return client.wait_loaded(LOAD_TIMEOUT_S, self._stop.is_set)
-            except EngineDied as died:
-                num_deaths += 1
-                was_killed = died.exit_code is not None and died.exit_code < 0
-                if self._stop.is_set() or not was_killed or num_deaths == MAX_LOAD_DEATHS:
-                    raise
-                logger.warning("%s; started again", died)
-                client.start()
 
     def _build_runner(self, client: EngineClient, model: str, info: EngineInfo) -> ShardRunner:
         options = self._options
