@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from gristmill.jobs.errors import JobsError, RefusedError, Unavailable
     from gristmill.jobs.records import JobStatus
     from gristmill.jobs.spec import JobSpec
-    from gristmill.worker.local.run import run
+    from gristmill.running import run
 
 _PLACES = {
-    "gristmill.worker.local.run": ("run",),
+    "gristmill.running": ("run",),
     "gristmill.jobs.client": (
         *("submit", "status", "wait", "cancel", "resume", "retry", "list_jobs", "workers", "results"),
     ),

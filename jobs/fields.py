@@ -1,7 +1,5 @@
 """The fields of JobSpec as keyword arguments, so that a type checker finds a misspelt one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal, Required, TypedDict
 

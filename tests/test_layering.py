@@ -60,7 +60,7 @@ FOLDERS = {
     "worker/engine": set(),
     "worker/show": set(),
     "worker/run": {"engine", "show"},
-    "worker/local": {"engine", "show", "run"},
+    "worker/local": {"engine", "show", "run", "serve"},
     "worker/serve": {"engine", "show", "run"},
     "worker/tools": {"show", "run"},
     "worker/cli": {"show", "local", "serve", "tools"},

@@ -91,11 +91,11 @@ def test_the_readme_is_true(
     for words in commands(block(readme, "", "gristmill run")):
         assert "285: " in run_gristmill(checkout, words), "the status of all rows"
     program = block(readme, "python", "gristmill.run")
-    assert run_python(checkout, program).startswith("completed 272 13\n")
+    assert run_python(checkout, program).startswith("completed 275 10\n")
     (sql,) = blocks(readme, "sql")
     with sqlite3.connect(_own_state_folder / "gristmill" / "gristmill.db") as database:
         newest, _ = database.execute(sql).fetchall()
-    assert newest[1:5] == ("completed", 285, 272, 13)
+    assert newest[1:5] == ("completed", 285, 275, 10)
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere(repo_root: Path) -> None:
@@ -177,7 +177,7 @@ def test_the_queue_of_the_readme_is_true(cluster: Cluster) -> None:
     progress = cluster.python("Prints how far a job is", more=no_repo, isolated=True).split()
     assert (progress[0][:4], progress[1:4]) == ("job_", ["completed", "285", "285"])
     assert "smollm2" in run_gristmill(cluster.folder, cluster.workers_words)
-    listed = cluster.python("gristmill.submit")
+    listed = cluster.python("job = gristmill.submit")
     assert "completed 285 285" in listed
     assert listed.count("'completion': ") == 3
 

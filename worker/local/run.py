@@ -6,7 +6,7 @@ CLI.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -41,18 +41,28 @@ from gristmill.worker.serve.stop_signals import StopSignals
 from gristmill.worker.show.console import EXIT_INTERRUPTED, print_error
 from gristmill.worker.show.progress import Display
 
+Report = Callable[[JobStatus], int]
 INTERRUPTED_EARLY = "interrupted before it got to work; run the same command again"
 
 
+def report_local_end(status: JobStatus) -> int:
+    """Prints how a job of this process ended; the exit code."""
+    return report_end(status, is_live=False)
+
+
 def run_local(
-    spec: JobSpec, database_url: str | None, display: Display, signals: StopSignals | None = None
+    spec: JobSpec,
+    database_url: str | None,
+    display: Display,
+    signals: StopSignals | None = None,
+    report: Report = report_local_end,
 ) -> int:
-    """Runs the job, or goes on with it if it is the same one; the exit code."""
+    """Runs the job, or goes on with it if it is the same one; the exit code that `report` makes of its end."""
     with signals or StopSignals() as signals:
         try:
             order = load_order(spec)
             with open_store(to_database_url(database_url)) as store:
-                return LocalRun(store, order, display, signals).run()
+                return LocalRun(store, order, display, signals, report).run()
         except KeyboardInterrupt:
             print_error(INTERRUPTED_EARLY)
             return EXIT_INTERRUPTED
@@ -107,11 +117,19 @@ class LoadedEngine:
 class LocalRun:
     """One order, carried out here."""
 
-    def __init__(self, store: Store, order: LocalOrder, display: Display, signals: StopSignals) -> None:
+    def __init__(
+        self,
+        store: Store,
+        order: LocalOrder,
+        display: Display,
+        signals: StopSignals,
+        report: Report = report_local_end,
+    ) -> None:
         self._store = store
         self._order = order
         self._display = display
         self._signals = signals
+        self._report_status = report
         self._storage: Storage = open_storage(order.spec.output)
         self._owner: Owner = current_owner()
 
@@ -275,4 +293,4 @@ class LocalRun:
         return self._report(job_id)
 
     def _report(self, job_id: str) -> int:
-        return report_end(self._store.jobs.status(job_id), is_live=False)
+        return self._report_status(self._store.jobs.status(job_id))

@@ -29,7 +29,7 @@ from gristmill.worker.run.prepare_ahead import PrepareAhead
 from gristmill.worker.run.shard_runner import ShardRunner
 from gristmill.worker.run.shard_source import ModelShards
 from gristmill.worker.serve.catalog import Catalog, CatalogEntry
-from gristmill.worker.show.progress import Progress
+from gristmill.worker.show.progress import LogDisplay
 
 logger = logging.getLogger(__name__)
 
@@ -42,22 +42,6 @@ class HostOptions:
     engine_options: EngineOptions
     lease_s: float
     engine_timeout_s: float = ENGINE_TIMEOUT_S
-
-
-class LogDisplay:
-    """A display for a process that nobody watches: notes go to the log, progress to the database."""
-
-    def start(self, total_rows: int, done_rows: int, job_id: str = "") -> None:
-        """Nothing."""
-
-    def update(self, progress: Progress) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        logger.warning("%s", text)
-
-    def stop(self) -> None:
-        """Nothing."""
 
 
 class ModelHost:

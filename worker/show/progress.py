@@ -6,6 +6,7 @@ stream is gone it goes quiet.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -29,6 +30,8 @@ MIN_BAR_WIDTH = 8
 MAX_BAR_WIDTH = 40
 
 Clock = Callable[[], float]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +264,22 @@ class LiveDisplay:
 
     def _build_line(self) -> Table:
         return to_live_line(self._meter, self._console.width)
+
+
+class LogDisplay:
+    """A display for a process that nobody watches: notes go to the log, progress to the database."""
+
+    def start(self, total_rows: int, done_rows: int, job_id: str = "") -> None:
+        """Nothing."""
+
+    def update(self, progress: Progress) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        logger.warning("%s", text)
+
+    def stop(self) -> None:
+        """Nothing."""
 
 
 def build_display(stream: TextIO, now: Clock = time.monotonic) -> Display:
