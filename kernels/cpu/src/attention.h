@@ -1,4 +1,4 @@
-// What attention.cpp and append.cpp share with kernels/paged_cpu.py: the layout of the KV storage and the arguments of
+// What attention.cpp and append.cpp share with kernels/cpu/paged.py: the layout of the KV storage and the arguments of
 // a call. The Python file mirrors the arguments field by field.
 #pragma once
 

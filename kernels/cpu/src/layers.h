@@ -1,4 +1,4 @@
-// What layers.cpp shares with kernels/layers_cpu.py, which mirrors it field by field.
+// What layers.cpp shares with kernels/cpu/layers.py, which mirrors it field by field.
 #pragma once
 
 #include "attention.h"
