@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import Literal, get_args
 
 from gristmill.jobs.crash_points import reach
 from gristmill.jobs.errors import RefusedError
+from gristmill.jobs.formats import OutputFormatName
 from gristmill.jobs.output.parts import ATTEMPTS_FOLDER, settle_part
 from gristmill.jobs.records import JobRecord, PartFile
 from gristmill.jobs.regroup.spool import delete_spools
@@ -18,7 +19,7 @@ from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.shards import Shards
 
 MANIFEST_NAME = "_manifest.json"
-_PART_NAME = re.compile(r"part-\d{5,}\.(parquet|jsonl)")
+_PART_NAME = re.compile(rf"part-\d{{5,}}\.({'|'.join(get_args(OutputFormatName))})")
 
 
 def publish_part(storage: Storage, shards: Shards, shard_id: int, part: PartFile) -> None:

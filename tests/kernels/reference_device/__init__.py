@@ -1,1 +1,0 @@
-"""A device whose every operation is the oracle's: what a new one has to bring, at its smallest."""
