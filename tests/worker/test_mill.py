@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -260,3 +264,29 @@ def test_a_worker_whose_engine_can_not_start_ends_and_blames_no_row(
     yard.wait(lambda: pool.failure is not None)
     status = yard.store.jobs.status(job.job_id)
     assert (status.failed, status.not_run) == (0, 100)
+
+
+def test_a_run_takes_and_gives_no_shard_of_another_job(yard: Yard, tmp_path: Path, repo_root: Path) -> None:
+    submitted = yard.submit(600)
+    source = yard.kit.write_jsonl([{"text": f"row {i}"} for i in range(600)], "local.jsonl")
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    words = f"run {source} --model null:?delay_ms=1 --prompt a --max-tokens 8 --shard-rows 50 --database-url {url}"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "gristmill", *words.split(), "--output", str(tmp_path / name)],
+            cwd=repo_root,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for name in ("run1", "run2")
+    ]
+    yard.start_pool()
+    assert [run.wait(timeout=LIMIT_S) for run in runs] == [0, 0]
+    yard.wait_state(submitted, JobState.COMPLETED)
+    with sqlite3.connect(tmp_path / "jobs.db") as connection:
+        query = "SELECT output, attempts.owner FROM attempts JOIN shards ON shards.id = shard_id JOIN jobs"
+        found = set(connection.execute(f"{query} ON jobs.id = job_id"))
+    pids = {str(tmp_path / name): run.pid for name, run in zip(("run1", "run2"), runs, strict=True)}
+    pids[submitted.output] = os.getpid()
+    assert {output: int(owner.partition(":")[0]) for output, owner in found} == pids
+    assert len(found) == 3

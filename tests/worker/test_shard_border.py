@@ -17,12 +17,9 @@ from gristmill.worker.engine.client import EngineClient
 from gristmill.worker.engine.credit_window import credit_window
 from gristmill.worker.engine.supervisor import EngineSupervisor
 from gristmill.worker.local.order import load_order
-from gristmill.worker.run.active_shards import ActiveShards
-from gristmill.worker.run.committer import Committer
 from gristmill.worker.run.job_context import Contexts, JobContext, OutputTarget
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions
 from gristmill.worker.run.prepare import Preparer
-from gristmill.worker.run.prepare_ahead import PrepareAhead
 from gristmill.worker.run.shard_runner import ShardRunner
 from gristmill.worker.run.shard_source import JobShards
 
@@ -51,17 +48,13 @@ def test_the_rows_in_the_engine_stay_above_nine_tenths_of_what_it_can_run(
             tokenizer = load_tokenizer(smollm2_path)
             preparer = Preparer(order.spec, order.sources, tokenizer, order.prompt_source, info, [])
             target = OutputTarget(open_storage(order.spec.output), order.schema, "parquet", order.sources)
-            contexts = Contexts(lambda _: JobContext(preparer, target))
             display = kit.new_display()
             feed = EngineSupervisor(client, credit_window(smollm2_path, info))
             runner = ShardRunner(
                 store,
-                JobShards(store.claims, job.job_id, current_owner()),
-                ActiveShards(store.jobs.status(job.job_id)),
-                current_owner(),
+                JobShards(store.claims, store.jobs.status(job.job_id), current_owner()),
                 feed,
-                PrepareAhead(contexts),
-                Committer(store, contexts),
+                Contexts(lambda _: JobContext(preparer, target)),
                 display,
                 lambda: False,
                 RunnerOptions(display_s=0.0),

@@ -28,12 +28,9 @@ from gristmill.worker.engine.client import EngineClient
 from gristmill.worker.engine.credit_window import ROWS_PER_SEQ
 from gristmill.worker.engine.supervisor import MAX_CULPRITS, EngineSupervisor
 from gristmill.worker.local.order import load_order
-from gristmill.worker.run.active_shards import ActiveShards
-from gristmill.worker.run.committer import Committer
 from gristmill.worker.run.job_context import Contexts, JobContext, OutputTarget
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions, RunOutcome
 from gristmill.worker.run.prepare import Preparer
-from gristmill.worker.run.prepare_ahead import PrepareAhead
 from gristmill.worker.run.shard_runner import ShardRunner
 from gristmill.worker.run.shard_source import JobShards
 
@@ -80,15 +77,11 @@ class Rig:
         self.display = kit.new_display()
         self.feed = EngineSupervisor(client, window)
         target = OutputTarget(self.storage, order.schema, "parquet", order.sources)
-        contexts = Contexts(lambda _: JobContext(preparer, target))
         self.runner = ShardRunner(
             store,
-            JobShards(store.claims, self.job.job_id, current_owner()),
-            ActiveShards(store.jobs.status(self.job.job_id)),
-            current_owner(),
+            JobShards(store.claims, store.jobs.status(self.job.job_id), current_owner()),
             self.feed,
-            PrepareAhead(contexts),
-            Committer(store, contexts),
+            Contexts(lambda _: JobContext(preparer, target)),
             self.display,
             lambda: self.should_stop,
             options,

@@ -29,12 +29,9 @@ from gristmill.worker.engine.credit_window import credit_window
 from gristmill.worker.engine.supervisor import EngineSupervisor, load_model
 from gristmill.worker.local.follow import report_end
 from gristmill.worker.local.order import LocalOrder, LocalPlan, create_job, load_order, planned_order
-from gristmill.worker.run.active_shards import ActiveShards
-from gristmill.worker.run.committer import Committer
 from gristmill.worker.run.job_context import Contexts, JobContext, OutputTarget
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions, RunOutcome
 from gristmill.worker.run.prepare import Preparer
-from gristmill.worker.run.prepare_ahead import PrepareAhead
 from gristmill.worker.run.shard_runner import ShardRunner
 from gristmill.worker.run.shard_source import JobShards
 from gristmill.worker.serve.stop_signals import StopSignals
@@ -251,15 +248,11 @@ class LocalRun:
             Preparer(spec, order.sources, engine.tokenizer, order.prompt_source, engine.info, spec.keep),
             OutputTarget(storage, order.schema, spec.output_format, order.sources),
         )
-        contexts = Contexts(lambda _: context)
         return ShardRunner(
             self._store,
-            JobShards(self._store.claims, status.job_id, self._owner),
-            ActiveShards(status),
-            self._owner,
+            JobShards(self._store.claims, status, self._owner),
             EngineSupervisor(engine.client, credit_window(spec.model, engine.info)),
-            PrepareAhead(contexts),
-            Committer(self._store, contexts),
+            Contexts(lambda _: context),
             self._display,
             self._signals.should_stop,
             RunnerOptions(max_errors=spec.max_num_errors(status.rows)),

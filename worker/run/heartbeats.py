@@ -6,9 +6,9 @@ import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import Signal
 from gristmill.jobs.store.store import Store
+from gristmill.worker.run.shard_source import ShardSource
 from gristmill.worker.run.shard_work import ShardWork
 
 
@@ -22,10 +22,9 @@ class News(NamedTuple):
 class Heartbeats:
     """Leases are renewed every `interval_s`, and only while the engine reports; jobs are asked for each time."""
 
-    def __init__(self, store: Store, owner: Owner, only_job: str | None, interval_s: float) -> None:
+    def __init__(self, store: Store, shards: ShardSource, interval_s: float) -> None:
         self._store = store
-        self._owner = owner
-        self._only_job = only_job
+        self._shards = shards
         self._interval_s = interval_s
         self._last_s = time.monotonic()
 
@@ -46,8 +45,8 @@ class Heartbeats:
             ]
         else:
             job_ids = {work.claim.job_id for work in works}
-            if self._only_job is not None:
-                job_ids.add(self._only_job)
-            signals = self._store.jobs.touch(job_ids, self._owner) if job_ids else {}
+            if self._shards.only_job is not None:
+                job_ids.add(self._shards.only_job.job_id)
+            signals = self._store.jobs.touch(job_ids, self._shards.owner) if job_ids else {}
         stopped = [job_id for job_id, signal in signals.items() if signal is Signal.CANCEL]
         return News(stopped, lost)

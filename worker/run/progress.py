@@ -8,14 +8,14 @@ from gristmill.worker.show.progress import Display, MovingRate
 
 
 class RunProgress:
-    """What the books say, and the rate at which the engine generates."""
+    """What the active shards say, and the rate at which the engine generates."""
 
     def __init__(
-        self, display: Display, book: ActiveShards, feed: EngineSupervisor, interval_s: float
+        self, display: Display, active: ActiveShards, engine: EngineSupervisor, interval_s: float
     ) -> None:
         self._display = display
-        self._book = book
-        self._feed = feed
+        self._active = active
+        self._engine = engine
         self._interval_s = interval_s
         self._last_s = 0.0
         self._token_rate = MovingRate()
@@ -24,9 +24,9 @@ class RunProgress:
         """Updates the display if it is time."""
         if now - self._last_s >= self._interval_s:
             self._last_s = now
-            self._token_rate.push(now, self._feed.counters.num_output_tokens)
-            self._display.update(self._book.progress(self._token_rate.per_s()))
+            self._token_rate.push(now, self._engine.counters.num_output_tokens)
+            self._display.update(self._active.progress(self._token_rate.per_s()))
 
     def show_end(self) -> None:
         """The last figures."""
-        self._display.update(self._book.progress())
+        self._display.update(self._active.progress())

@@ -1,5 +1,5 @@
 """The loop that takes shards through the engine: claim, prepare ahead, feed, collect, commit.
-One thread owns the engine client and the books; preparing and committing have a thread each. The next shard
+One thread owns the engine client and the active shards; preparing and committing have a thread each. The next shard
 is claimed before the present one runs out of waiting rows, so that the engine never runs dry at a border.
 Whatever ends the loop, finished rows are committed first.
 """
@@ -13,7 +13,6 @@ from contextlib import suppress
 
 from gristmill.engine.errors import EngineDied, EngineError, ModelRefused
 from gristmill.jobs.errors import JobsError, SourceError, Unavailable
-from gristmill.jobs.owner import Owner
 from gristmill.jobs.states import JobState
 from gristmill.jobs.store.store import Store
 from gristmill.worker.engine.supervisor import MAX_CULPRITS, EngineSupervisor
@@ -21,6 +20,7 @@ from gristmill.worker.run.active_shards import ActiveShards
 from gristmill.worker.run.committer import CommitKind, Committed, Committer
 from gristmill.worker.run.events import RunEvents
 from gristmill.worker.run.heartbeats import Heartbeats
+from gristmill.worker.run.job_context import Contexts
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions, RunOutcome
 from gristmill.worker.run.prepare_ahead import PrepareAhead
 from gristmill.worker.run.progress import RunProgress
@@ -46,31 +46,33 @@ class ShardRunner:
         self,
         store: Store,
         shards: ShardSource,
-        book: ActiveShards,
-        owner: Owner,
-        feed: EngineSupervisor,
-        ahead: PrepareAhead,
-        committer: Committer,
+        engine: EngineSupervisor,
+        contexts: Contexts,
         display: Display,
         should_stop: Callable[[], bool],
         options: RunnerOptions,
     ) -> None:
         self._store = store
         self._shards = shards
-        self._book = book
-        self._feed = feed
-        self._ahead = ahead
-        self._committer = committer
+        self._engine = engine
+        self._active = ActiveShards(shards.only_job)
+        self._preparation = PrepareAhead(contexts)
+        self._committer = Committer(store, contexts)
         self._display = display
         self._should_stop = should_stop
         self._options = options
-        self._heartbeats = Heartbeats(store, owner, shards.only_job, options.heartbeat_s)
+        self._heartbeats = Heartbeats(store, shards, options.heartbeat_s)
         self._end: RunOutcome | None = None
         self._busy_s = 0.0  # the engine had rows, since the last commit
         self._last_s = self._housekeeping_s = time.monotonic()
         self._wait = ServiceWait(display)
         self._events = RunEvents(store)
-        self._progress = RunProgress(display, book, feed, options.display_s)
+        self._progress = RunProgress(display, self._active, engine, options.display_s)
+
+    @property
+    def num_shards(self) -> int:
+        """How many are claimed and not yet settled; from any thread."""
+        return len(self._active.works)
 
     def run(self) -> RunOutcome:
         """Works until nothing is left or something ends it, then commits what is finished."""
@@ -78,7 +80,7 @@ class ShardRunner:
             while (outcome := self.run_once(time.monotonic())) is None:
                 pass
             if outcome.end is RunEnd.FINISHED:
-                self._feed.close()
+                self._engine.close()
             else:
                 self._wind_down()
             self._progress.show_end()
@@ -87,22 +89,22 @@ class ShardRunner:
             self._release()
             raise
         finally:
-            self._feed.kill()
-            self._ahead.close()
+            self._engine.kill()
+            self._preparation.close()
             self._committer.close()
 
     def run_once(self, now: float) -> RunOutcome | None:
         """One turn of the loop; the outcome once it is over."""
-        if self._feed.num_in_flight:
+        if self._engine.num_in_flight:
             self._busy_s += now - self._last_s
         self._last_s = now
         for committed in self._committer.take_done():
             self._settle(committed, now)
         self._claim_shards(now)
         self._take_prepared(now)
-        self._feed.top_up()
+        self._engine.top_up()
         self._poll_engine(now)
-        for work in self._book.active:
+        for work in self._active.active:
             if work.is_finished:
                 self._commit(work, now, "complete")
         self._keep_house(now)
@@ -114,35 +116,35 @@ class ShardRunner:
         if self._should_stop():
             return RunOutcome(RunEnd.INTERRUPTED)
         limit = self._options.max_errors
-        if limit is not None and (num_failed := self._book.counts().failed) > limit:
+        if limit is not None and (num_failed := self._active.counts().failed) > limit:
             message = f"{num_failed} rows failed, more than the {limit} that --max-errors accepts"
             return RunOutcome(RunEnd.TOO_MANY_ERRORS, message)
-        if self._shards.is_exhausted and self._book.is_empty:
+        if self._shards.is_exhausted and self._active.is_empty:
             return RunOutcome(RunEnd.FINISHED)
         return None
 
     def _claim_shards(self, now: float) -> None:
         """Claims until the rows that are left fill the credit window; no further, others may be idle."""
         while self._wait.is_over(now) and self._committer.num_waiting <= MAX_WAITING_COMMITS:
-            is_window_full = self._book.num_left >= self._feed.max_rows_in_flight
-            if is_window_full or len(self._book.active) >= MAX_ACTIVE_SHARDS:
+            is_window_full = self._active.num_left >= self._engine.max_rows_in_flight
+            if is_window_full or len(self._active.active) >= MAX_ACTIVE_SHARDS:
                 return
             try:
-                claim = self._shards.claim(now, self._book.has_plenty(now))
+                claim = self._shards.claim(now, self._active.has_plenty(now))
             except Unavailable as error:
                 self._wait.begin(error, now)
                 return
             if claim is None:
                 return
-            work = self._book.open(claim, now)
+            work = self._active.open(claim, now)
             if claim.strip_errors:
                 self._committer.submit(claim, Uncommitted(), "strip")
             else:
-                self._ahead.submit(work.claim)
+                self._preparation.submit(work.claim)
 
     def _take_prepared(self, now: float) -> None:
-        while self._feed.wants_rows and (prepared := self._ahead.take()) is not None:
-            work = self._book.get(prepared.claim.shard_id)
+        while self._engine.wants_rows and (prepared := self._preparation.take()) is not None:
+            work = self._active.get(prepared.claim.shard_id)
             if work is None or work.claim != prepared.claim or work.is_closing:
                 continue  # of a shard that failed or was lost
             if prepared.error is not None:
@@ -150,12 +152,12 @@ class ShardRunner:
             elif prepared.batch is None:
                 work.is_read = True
             else:
-                self._book.record_batch(work, prepared.batch)
-                self._feed.push(prepared.batch.requests)
+                self._active.record_batch(work, prepared.batch)
+                self._engine.push(prepared.batch.requests)
 
     def _give_up(self, work: ShardWork, error: JobsError, now: float) -> None:
         """A shard that can't be read: later, where the place does not answer; else it fails."""
-        self._feed.cancel(self._book.drop_pending(work))
+        self._engine.cancel(self._active.drop_pending(work))
         if isinstance(error, Unavailable):
             self._wait.begin(error, now)
             self._commit(work, now, "requeue")
@@ -166,13 +168,12 @@ class ShardRunner:
             self._fail_job(work.claim.job_id, error)
 
     def _poll_engine(self, now: float) -> None:
-        is_hungry = self._feed.wants_rows and any(not work.is_read for work in self._book.active)
-        is_busy = self._feed.num_in_flight and not is_hungry
-        is_idle = self._book.is_empty and self._shards.only_job is None
+        is_hungry = self._engine.wants_rows and any(not work.is_read for work in self._active.active)
+        is_busy = self._engine.num_in_flight and not is_hungry
+        is_idle = self._active.is_empty and self._shards.only_job is None
+        poll_s = _BUSY_POLL_S if is_busy else _IDLE_POLL_S if is_idle else _HUNGRY_POLL_S
         try:
-            completions = self._feed.poll(
-                _BUSY_POLL_S if is_busy else _IDLE_POLL_S if is_idle else _HUNGRY_POLL_S
-            )
+            completions = self._engine.poll(poll_s)
         except EngineDied as died:
             self._survive(died)
             return
@@ -180,23 +181,23 @@ class ShardRunner:
             self._end = RunOutcome(RunEnd.ENGINE_FAILED, str(refused))
             return
         if completions:
-            hit = self._book.works_of([completions[-1].request_id])
-            self._book.record_completions(completions)
-            if self._feed.num_culprits >= MAX_CULPRITS:
+            hit = self._active.works_of([completions[-1].request_id])
+            self._active.record_completions(completions)
+            if self._engine.num_culprits >= MAX_CULPRITS:
                 self._stop_deadly_job(hit[0].claim.job_id)
 
     def _stop_deadly_job(self, job_id: str) -> None:
         """Row after row ended the engine: before all of them are called poisoned, somebody should look."""
         message = f"{MAX_CULPRITS} rows, one after the other, ended the engine process"
-        self._feed.num_culprits = 0
+        self._engine.num_culprits = 0
         if self._shards.only_job is not None:
             self._end = RunOutcome(RunEnd.ENGINE_FAILED, message)
         else:
             self._fail_job(job_id, JobsError(message))
 
     def _survive(self, died: EngineDied) -> None:
-        self._events.engine_died(died, self._book.works_of(died.in_flight))
-        if self._feed.restart():
+        self._events.engine_died(died, self._active.works_of(died.in_flight))
+        if self._engine.restart():
             self._display.note(f"{died}; started again, {len(died.in_flight)} rows go in again")
             return
         message = f"the engine dies whatever it is given; the last time: {died}"
@@ -205,27 +206,27 @@ class ShardRunner:
 
     def _commit(self, work: ShardWork, now: float, kind: CommitKind, failure: str | None = None) -> None:
         work.is_closing = kind != "checkpoint"
-        taken = self._book.take_uncommitted(work, now, self._feed.counters, self._busy_s)
+        taken = self._active.take_uncommitted(work, now, self._engine.counters, self._busy_s)
         self._busy_s = 0.0
         self._committer.submit(work.claim, taken, kind, failure)
 
     def _settle(self, committed: Committed, now: float) -> None:
-        work = self._book.get(committed.claim.shard_id)
+        work = self._active.get(committed.claim.shard_id)
         if work is None:
             return
         if committed.error is not None:
-            self._feed.cancel(self._book.drop_pending(work))
-            self._book.settle(work)
+            self._engine.cancel(self._active.drop_pending(work))
+            self._active.settle(work)
             with suppress(Unavailable):
                 self._store.shards.release(work.claim)
             self._fail_job(committed.claim.job_id, committed.error)
         elif committed.is_lost:
             self._forget(work)
         elif committed.stripped is not None:
-            self._book.take_back(work, committed.part, committed.stripped)
-            self._ahead.submit(work.claim)
+            self._active.take_back(work, committed.part, committed.stripped)
+            self._preparation.submit(work.claim)
         elif committed.kind != "checkpoint":
-            self._book.settle(work)
+            self._active.settle(work)
 
     def _fail_job(self, job_id: str, error: JobsError) -> None:
         """A job whose output can't be written, or that may not run here: it stops, and can be resumed."""
@@ -241,16 +242,16 @@ class ShardRunner:
         if now - self._housekeeping_s < self._options.housekeeping_s:
             return
         self._housekeeping_s = now
-        if self._feed.kill_if_hung(now):
+        if self._engine.kill_if_hung(now):
             self._display.note("the engine said nothing for too long and was stopped")
-        for work in self._book.due_for_commit(now, self._options):
+        for work in self._active.due_for_commit(now, self._options):
             self._commit(work, now, "checkpoint")
         if self._wait.is_over(now):
             self._beat(now)
 
     def _beat(self, now: float) -> None:
         try:
-            news = self._heartbeats.beat(self._book.works, self._feed.is_reporting(now), now)
+            news = self._heartbeats.beat(self._active.works, self._engine.is_reporting(now), now)
         except Unavailable as error:
             self._wait.begin(error, now)
             return
@@ -265,23 +266,23 @@ class ShardRunner:
         if self._shards.only_job is not None:
             self._end = RunOutcome(RunEnd.CANCELLED)
             return
-        for work in self._book.of_job(job_id):
+        for work in self._active.of_job(job_id):
             kind: CommitKind = "complete" if work.is_finished else "requeue"
-            self._feed.cancel(self._book.drop_pending(work))
+            self._engine.cancel(self._active.drop_pending(work))
             self._commit(work, now, kind)
 
     def _forget(self, work: ShardWork) -> None:
         """Another attempt owns the shard: nothing of it may be committed here."""
         self._events.shard_lost(work)
-        self._feed.cancel(self._book.drop_pending(work))
-        self._book.settle(work)
+        self._engine.cancel(self._active.drop_pending(work))
+        self._active.settle(work)
         self._shards.look_again()
 
     def _wind_down(self) -> None:
         """Stops at once: the engine goes, what it finished is committed, the rest is queued again."""
-        self._book.record_completions(self._feed.kill_and_drain())
+        self._active.record_completions(self._engine.kill_and_drain())
         now = time.monotonic()
-        for work in self._book.active:
+        for work in self._active.active:
             self._commit(work, now, "complete" if work.is_finished else "requeue")
         for committed in self._committer.wait(STOP_PATIENCE_S):
             if committed.error is not None:
@@ -291,8 +292,8 @@ class ShardRunner:
 
     def _release(self) -> None:
         """After an error: gives the shards back as far as the database still answers."""
-        self._feed.kill()
+        self._engine.kill()
         self._committer.close()
         with suppress(JobsError):
-            for work in self._book.works:
+            for work in self._active.works:
                 self._store.shards.release(work.claim)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from gristmill.jobs.crash_points import reach
 from gristmill.jobs.owner import Owner
-from gristmill.jobs.records import ModelOffer, ShardClaim
+from gristmill.jobs.records import JobStatus, ModelOffer, ShardClaim
 from gristmill.jobs.store.claims import Claims
 
 LOOK_EVERY_S = 2.0  # without a message: a broker that lost all of them costs no more than this
@@ -18,7 +18,8 @@ SHARE_S = 0.5  # from one claim to the next, for a worker that has plenty to do 
 class ShardSource(Protocol):
     """Claims shards for one runner; used by its loop, except that `wake` and `drain` come from any thread."""
 
-    only_job: str | None  # the run ends with this job
+    owner: Owner  # of the claims
+    only_job: JobStatus | None  # when the run began; it ends with this job
 
     @property
     def is_exhausted(self) -> bool:
@@ -36,11 +37,11 @@ class ShardSource(Protocol):
 class JobShards:
     """The shards of one local job, in order."""
 
-    def __init__(self, claims: Claims, job_id: str, owner: Owner) -> None:
-        self.only_job: str | None = job_id
+    def __init__(self, claims: Claims, job: JobStatus, owner: Owner) -> None:
+        self.owner = owner
+        self.only_job: JobStatus | None = job
         self._claims = claims
-        self._job_id = job_id
-        self._owner = owner
+        self._job_id = job.job_id
         self._is_exhausted = False
 
     @property
@@ -48,7 +49,7 @@ class JobShards:
         return self._is_exhausted
 
     def claim(self, now: float, has_plenty: bool) -> ShardClaim | None:
-        claim = None if self._is_exhausted else self._claims.of_job(self._job_id, self._owner)
+        claim = None if self._is_exhausted else self._claims.of_job(self._job_id, self.owner)
         self._is_exhausted = claim is None
         return claim
 
@@ -62,10 +63,10 @@ class ModelShards:
     def __init__(
         self, claims: Claims, offer: ModelOffer, owner: Owner, warm: Callable[[], Collection[str]]
     ) -> None:
-        self.only_job: str | None = None
+        self.owner = owner
+        self.only_job: JobStatus | None = None
         self._claims = claims
         self._offer = offer
-        self._owner = owner
         self._warm = warm
         self.num_peers = 0  # other workers that offer the model
         self._next_look_s = 0.0
@@ -82,7 +83,7 @@ class ModelShards:
         if has_plenty and self.num_peers and now < self._last_claim_s + SHARE_S:
             return None  # a job of few shards is not taken whole by whoever woke first
         reach("claim.before")
-        claim = self._claims.next(self._offer, self._owner, self._warm())
+        claim = self._claims.next(self._offer, self.owner, self._warm())
         if claim is None:
             self._next_look_s = now + LOOK_EVERY_S * random.uniform(0.8, 1.2)
         else:

@@ -21,11 +21,8 @@ from gristmill.jobs.store.store import Store
 from gristmill.worker.engine.client import EngineClient
 from gristmill.worker.engine.credit_window import credit_window
 from gristmill.worker.engine.supervisor import ENGINE_TIMEOUT_S, EngineSupervisor, load_model
-from gristmill.worker.run.active_shards import ActiveShards
-from gristmill.worker.run.committer import Committer
 from gristmill.worker.run.job_context import ContextLoader, Contexts
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions
-from gristmill.worker.run.prepare_ahead import PrepareAhead
 from gristmill.worker.run.shard_runner import ShardRunner
 from gristmill.worker.run.shard_source import ModelShards
 from gristmill.worker.serve.catalog import Catalog, CatalogEntry
@@ -58,10 +55,10 @@ class ModelHost:
         self._owner = owner
         self._options = options
         self._stop = threading.Event()
-        self._book = ActiveShards()
         self._contexts: Contexts | None = None
         self._shards = ModelShards(store.claims, catalog.offer(entry), owner, self._prefix_keys)
-        self._feed: EngineSupervisor | None = None
+        self._engine: EngineSupervisor | None = None
+        self._runner: ShardRunner | None = None
         self._thread = threading.Thread(target=self._run, name=f"host-{entry.name}", daemon=True)
         self._thread.start()
 
@@ -71,11 +68,11 @@ class ModelHost:
 
     @property
     def num_shards(self) -> int:
-        return len(self._book.works)
+        return self._runner.num_shards if self._runner is not None else 0
 
     @property
     def num_rows_in_flight(self) -> int:
-        return self._feed.num_in_flight if self._feed is not None else 0
+        return self._engine.num_in_flight if self._engine is not None else 0
 
     def set_num_peers(self, num_peers: int) -> None:
         """How many other workers offer this model."""
@@ -107,7 +104,8 @@ class ModelHost:
             info = load_model(client, self._stop.is_set, logger.warning)
             self.is_loaded = True
             logger.info("model %s is loaded (%.1f s)", self.entry.name, info.load_s)
-            outcome = self._build_runner(client, model, info).run()
+            self._runner = self._build_runner(client, model, info)
+            outcome = self._runner.run()
             if outcome.end is RunEnd.ENGINE_FAILED:
                 self.failure = f"model {self.entry.name}: {outcome.message}"
         except (JobsError, EngineError) as error:
@@ -123,7 +121,7 @@ class ModelHost:
         options = self._options
         loader = ContextLoader(self._store.jobs, load_tokenizer(model), info, options.allow)
         contexts = self._contexts = Contexts(loader.load)
-        self._feed = EngineSupervisor(
+        self._engine = EngineSupervisor(
             client,
             credit_window(model, info),
             options.engine_timeout_s,
@@ -132,11 +130,8 @@ class ModelHost:
         return ShardRunner(
             self._store,
             self._shards,
-            self._book,
-            self._owner,
-            self._feed,
-            PrepareAhead(contexts),
-            Committer(self._store, contexts),
+            self._engine,
+            contexts,
             LogDisplay(),
             self._stop.is_set,
             RunnerOptions(heartbeat_s=options.lease_s / 4, housekeeping_s=min(1.0, options.lease_s / 4)),
