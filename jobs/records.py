@@ -29,11 +29,12 @@ class Heartbeat(NamedTuple):
 
 
 class ModelOffer(NamedTuple):
-    """A model that a worker can run: its name, the dtypes a job may ask for, the fingerprint it would have."""
+    """A model that a process can run: its name, the dtypes a job may ask for, the fingerprint it would have."""
 
     name: str
     dtypes: tuple[str, ...]
     fingerprint: str
+    job_id: str | None = None  # of a run: it works on this job alone; None: on the jobs of the queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,11 @@ class JobRecord:
     deadline_at: float | None = None
     stopping_as: JobState | None = None  # while cancelling: the state that follows
     on_complete: str | None = None  # TASK or TASK@QUEUE
+
+
+def offer_for(job: JobRecord) -> ModelOffer:
+    """What a run of this job offers."""
+    return ModelOffer(job.model, (job.dtype,), job.fingerprint, job.job_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which shard a process gets next: of one job (a local run), or over all jobs of the queue for one model.
+"""Which shard a process gets next, of the jobs that its model may run: one job (a run), or all of the queue.
 
 A claim raises the shard's fence and sets its lease. On PostgreSQL claimers pass over rows that another one is
 about to take (SKIP LOCKED); on SQLite the whole claim is one BEGIN IMMEDIATE.
@@ -41,18 +41,8 @@ class Claims:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def of_job(self, job_id: str, owner: Owner) -> ShardClaim | None:
-        """The lowest shard that is queued or abandoned (owner dead, lease over); None: nothing to do now."""
-        with self._database.write() as (connection, now):
-            query = select(*_JOB_COLUMNS).where(jobs.c.id == job_id, jobs.c.state == JobState.IN_PROGRESS)
-            row = connection.execute(query.with_for_update(key_share=True)).one_or_none()
-            if row is None:
-                return None
-            abandoned = _find_abandoned(_load_running(connection, [job_id]), now)
-            return self._claim_lowest(connection, _OpenJob(row, abandoned, 0), owner, now)
-
     def next(self, offer: ModelOffer, owner: Owner, warm: Collection[str] = ()) -> ShardClaim | None:
-        """A shard of some job of the queue that the offered model can run; None: nothing to do now.
+        """The lowest free shard (queued; or owner dead, lease over) of some job that the offer is for; None: none.
 
         First by priority, then from the job with the fewest running shards (a long job does not hold up a
         short one), then a job whose prefix_key is in `warm`, then the oldest job. The first claim of a job
@@ -169,11 +159,11 @@ def _is_deadly(connection: Connection, shard_id: int) -> bool:
     return len(lost) == MAX_LOSSES
 
 
-def _is_open(now: float) -> list[ColumnElement[bool]]:
-    """The conditions for a job of the queue whose shards may be claimed."""
+def _is_open(now: float, job_id: str | None = None) -> list[ColumnElement[bool]]:
+    """The conditions for a job whose shards may be claimed: a run's own, or any of the queue."""
     return [
         jobs.c.state == JobState.IN_PROGRESS,
-        jobs.c.runner == Runner.WORKERS,
+        jobs.c.runner == Runner.WORKERS if job_id is None else jobs.c.id == job_id,
         or_(jobs.c.not_before.is_(None), jobs.c.not_before <= now),
         or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > now),
     ]
@@ -181,7 +171,7 @@ def _is_open(now: float) -> list[ColumnElement[bool]]:
 
 def _is_runnable(offer: ModelOffer, now: float) -> list[ColumnElement[bool]]:
     return [
-        *_is_open(now),
+        *_is_open(now, offer.job_id),
         jobs.c.model == offer.name,
         jobs.c.dtype.in_(offer.dtypes),
         jobs.c.fingerprint.in_(["", offer.fingerprint]),

@@ -18,7 +18,7 @@ from gristmill.jobs.output.parts import strip_errors, write_attempt
 from gristmill.jobs.output.publishing import publish_part
 from gristmill.jobs.output.schema import build_part_schema
 from gristmill.jobs.owner import Owner, current_owner
-from gristmill.jobs.records import JobRecord, ModelOffer, PartFile, PieceRecord, ShardClaim
+from gristmill.jobs.records import JobRecord, ModelOffer, PartFile, PieceRecord, ShardClaim, offer_for
 from gristmill.jobs.results import Result
 from gristmill.jobs.source import Plan, ShardRange, Source
 from gristmill.jobs.spec import JobSpec
@@ -174,13 +174,13 @@ def commit_rows(
 
 
 def claim_or_fail(store: Store, job: JobRecord, owner: Owner = ELSEWHERE) -> ShardClaim:
-    claim = store.claims.of_job(job.job_id, owner)
+    claim = store.claims.next(offer_for(job), owner)
     assert claim is not None
     return claim
 
 
 def run_all(store: Store, storage: Storage, job: JobRecord, output_format: str = "parquet") -> None:
-    while claim := store.claims.of_job(job.job_id, ELSEWHERE):
+    while claim := store.claims.next(offer_for(job), ELSEWHERE):
         rows = range(claim.range.first_row, claim.range.first_row + claim.range.num_rows)
         commit_rows(store, storage, claim, *rows, complete=True, output_format=output_format)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlalchemy import select
 
 from gristmill.jobs.owner import current_owner
-from gristmill.jobs.records import Signal
+from gristmill.jobs.records import Signal, offer_for
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.models import attempts, shards
@@ -32,7 +32,7 @@ def test_shards_are_claimed_in_input_order_and_each_once(store: Store, tmp_path:
     claims = [claim_or_fail(store, job) for _ in range(3)]
     assert [claim.range.first_row for claim in claims] == [0, 4, 8]
     assert [claim.fence for claim in claims] == [1, 1, 1]
-    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
+    assert store.claims.next(offer_for(job), OTHER_PLACE) is None
 
 
 def test_a_stale_attempt_cannot_commit(
@@ -63,13 +63,13 @@ def test_a_reused_pid_is_not_taken_for_the_dead_owner(store: Store, tmp_path: Pa
     job = create_job(store, tmp_path / "out", 4)
     me = current_owner()
     claim_or_fail(store, job, replace(me, start_time=me.start_time - 1))
-    assert store.claims.of_job(job.job_id, me) is not None
+    assert store.claims.next(offer_for(job), me) is not None
 
 
 def test_a_live_owner_of_this_host_keeps_its_shard(store: Store, tmp_path: Path) -> None:
     job = create_job(store, tmp_path / "out", 4)
     claim_or_fail(store, job, current_owner())
-    assert store.claims.of_job(job.job_id, ELSEWHERE) is None
+    assert store.claims.next(offer_for(job), ELSEWHERE) is None
 
 
 def test_an_owner_on_another_host_keeps_its_shard_until_the_lease_runs_out(
@@ -78,7 +78,7 @@ def test_an_owner_on_another_host_keeps_its_shard_until_the_lease_runs_out(
     job = create_job(store, tmp_path / "out", 4)
     claim_or_fail(store, job, ELSEWHERE)
     clock.now += 59
-    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
+    assert store.claims.next(offer_for(job), OTHER_PLACE) is None
     clock.now += 2
     assert claim_or_fail(store, job, OTHER_PLACE).fence == 2
 
@@ -92,7 +92,7 @@ def test_a_heartbeat_renews_the_lease_and_reports_rows(store: Store, clock: Cloc
             {job.job_id: Signal.CONTINUE},
             frozenset(),
         )
-    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
+    assert store.claims.next(offer_for(job), OTHER_PLACE) is None
     assert store.jobs.status(job.job_id).rows_done == 3
 
 
@@ -122,7 +122,7 @@ def test_a_heartbeat_brings_the_cancellation(store: Store, tmp_path: Path) -> No
     store.ends.request_cancel(job.job_id)
     assert store.shards.heartbeat([claim], {}).signal_by_job == {job.job_id: Signal.CANCEL}
     assert store.jobs.touch([job.job_id], ELSEWHERE) == {job.job_id: Signal.CANCEL}
-    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
+    assert store.claims.next(offer_for(job), OTHER_PLACE) is None
 
 
 def test_every_attempt_leaves_a_row(store: Store, clock: Clock, storage: Storage, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_eight_threads_claim_and_commit_without_a_locked_database(store_url: str
     def work() -> None:
         try:
             with open_store(store_url) as store:
-                while claim := store.claims.of_job(job.job_id, current_owner()):
+                while claim := store.claims.next(offer_for(job), current_owner()):
                     store.shards.heartbeat([claim], {})
                     assert store.shards.commit(claim, None, ShardCounts(), JobStats(), complete=True)
                     claimed.append(claim.range.shard_index)
@@ -184,10 +184,12 @@ def test_eight_threads_claim_and_commit_without_a_locked_database(store_url: str
 CLAIMING = """
 import sys
 from gristmill.jobs.owner import current_owner
+from gristmill.jobs.records import offer_for
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.store.store import open_store
 with open_store(sys.argv[1]) as store:
-    while claim := store.claims.of_job(sys.argv[2], current_owner()):
+    offer = offer_for(store.jobs.load(sys.argv[2]))
+    while claim := store.claims.next(offer, current_owner()):
         assert store.shards.commit(claim, None, ShardCounts(), JobStats(), complete=True)
         print(claim.range.shard_index)
 """

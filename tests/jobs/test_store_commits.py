@@ -12,6 +12,7 @@ from sqlalchemy import Connection
 
 from gristmill.jobs.errors import StoreError
 from gristmill.jobs.output.publishing import publish_part, redo_publications
+from gristmill.jobs.records import offer_for
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.database import Database
@@ -38,7 +39,7 @@ def test_a_complete_commit_ends_the_shard(store: Store, storage: Storage, out: P
     assert (status.completed, status.failed, status.not_run) == (9, 1, 0)
     assert status.shards == {"done": 1}
     assert read_rows(out) == list(range(10))
-    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
+    assert store.claims.next(offer_for(job), OTHER_PLACE) is None
 
 
 def test_a_checkpoint_keeps_the_claim_and_makes_the_part_longer(

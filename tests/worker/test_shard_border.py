@@ -9,6 +9,7 @@ from gristmill.engine.config import EngineOptions
 from gristmill.engine.text.tokenizer import load_tokenizer
 from gristmill.jobs.owner import current_owner
 from gristmill.jobs.plan.cutting import plan_shards
+from gristmill.jobs.records import offer_for
 from gristmill.jobs.spec import parse_spec
 from gristmill.jobs.storage.folder import open_storage
 from gristmill.jobs.store.database import database_url
@@ -21,7 +22,7 @@ from gristmill.worker.run.job_context import Contexts, JobContext, OutputTarget
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions
 from gristmill.worker.run.prepare import Preparer
 from gristmill.worker.run.shard_runner import ShardRunner
-from gristmill.worker.run.shard_source import JobShards
+from gristmill.worker.run.shard_source import ShardSource
 
 MAX_NUM_SEQS = 8
 NUM_ROWS, SHARD_ROWS = 160, 20
@@ -52,7 +53,7 @@ def test_the_rows_in_the_engine_stay_above_nine_tenths_of_what_it_can_run(
             feed = EngineSupervisor(client, credit_window(smollm2_path, info))
             runner = ShardRunner(
                 store,
-                JobShards(store.claims, store.jobs.status(job.job_id), current_owner()),
+                ShardSource(store.claims, offer_for(job), current_owner()),
                 feed,
                 Contexts(lambda _: JobContext(preparer, target)),
                 display,

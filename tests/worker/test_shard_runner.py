@@ -17,7 +17,7 @@ from gristmill.engine.text.tokenizer import NullTokenizer
 from gristmill.jobs.errors import OutputError
 from gristmill.jobs.owner import current_owner
 from gristmill.jobs.plan.cutting import plan_shards
-from gristmill.jobs.records import JobRecord
+from gristmill.jobs.records import JobRecord, offer_for
 from gristmill.jobs.spec import parse_spec
 from gristmill.jobs.storage.folder import open_storage
 from gristmill.jobs.storage.hashing_file import HashingFile
@@ -32,7 +32,7 @@ from gristmill.worker.run.job_context import Contexts, JobContext, OutputTarget
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions, RunOutcome
 from gristmill.worker.run.prepare import Preparer
 from gristmill.worker.run.shard_runner import ShardRunner
-from gristmill.worker.run.shard_source import JobShards
+from gristmill.worker.run.shard_source import ShardSource
 
 LIMIT_S = 30.0
 
@@ -79,7 +79,7 @@ class Rig:
         target = OutputTarget(self.storage, order.schema, "parquet", order.sources)
         self.runner = ShardRunner(
             store,
-            JobShards(store.claims, store.jobs.status(self.job.job_id), current_owner()),
+            ShardSource(store.claims, offer_for(self.job), current_owner()),
             self.feed,
             Contexts(lambda _: JobContext(preparer, target)),
             self.display,
@@ -243,7 +243,7 @@ def test_a_shard_that_another_attempt_took_over_is_not_committed_here(kit: Any) 
         rig.turn_until(lambda: rig.display.rows_done() >= 5)
         late_clock = time.time() + 3600
         with open_store(database_url(None), clock=lambda: late_clock) as other:
-            taken = other.claims.of_job(rig.job.job_id, replace(current_owner(), host="elsewhere"))
+            taken = other.claims.next(offer_for(rig.job), replace(current_owner(), host="elsewhere"))
         assert taken is not None
         assert rig.runner.run().end is RunEnd.FINISHED
         assert kit.rows() == []

@@ -18,7 +18,7 @@ from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.output.finalize import finalize_job
 from gristmill.jobs.output.publishing import check_output, clear_output, redo_publications
 from gristmill.jobs.owner import Owner, current_owner
-from gristmill.jobs.records import JobRecord, JobStatus
+from gristmill.jobs.records import JobRecord, JobStatus, offer_for
 from gristmill.jobs.spec import JobSpec, parse_spec
 from gristmill.jobs.states import RESUMABLE_JOB_STATES, JobState
 from gristmill.jobs.storage.folder import Storage, open_storage
@@ -33,7 +33,7 @@ from gristmill.worker.run.job_context import Contexts, JobContext, OutputTarget
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions, RunOutcome
 from gristmill.worker.run.prepare import Preparer
 from gristmill.worker.run.shard_runner import ShardRunner
-from gristmill.worker.run.shard_source import JobShards
+from gristmill.worker.run.shard_source import ShardSource
 from gristmill.worker.serve.stop_signals import StopSignals
 from gristmill.worker.show.console import EXIT_INTERRUPTED, print_error
 from gristmill.worker.show.progress import Display
@@ -236,12 +236,12 @@ class LocalRun:
         self._display.start(status.rows, num_done, job.job_id)
         try:
             with self._signals.deferred():
-                outcome = self._build_runner(status, engine).run()
+                outcome = self._build_runner(job, status, engine).run()
         finally:
             self._display.stop()
         return self._conclude(job.job_id, outcome)
 
-    def _build_runner(self, status: JobStatus, engine: LoadedEngine) -> ShardRunner:
+    def _build_runner(self, job: JobRecord, status: JobStatus, engine: LoadedEngine) -> ShardRunner:
         order, storage = self._order, self._storage
         spec = order.spec
         context = JobContext(
@@ -250,7 +250,7 @@ class LocalRun:
         )
         return ShardRunner(
             self._store,
-            JobShards(self._store.claims, status, self._owner),
+            ShardSource(self._store.claims, offer_for(job), self._owner),
             EngineSupervisor(engine.client, credit_window(spec.model, engine.info)),
             Contexts(lambda _: context),
             self._display,

@@ -46,7 +46,7 @@ class Heartbeats:
         else:
             job_ids = {work.claim.job_id for work in works}
             if self._shards.only_job is not None:
-                job_ids.add(self._shards.only_job.job_id)
+                job_ids.add(self._shards.only_job)
             signals = self._store.jobs.touch(job_ids, self._shards.owner) if job_ids else {}
         stopped = [job_id for job_id, signal in signals.items() if signal is Signal.CANCEL]
         return News(stopped, lost)

@@ -55,7 +55,7 @@ class ShardRunner:
         self._store = store
         self._shards = shards
         self._engine = engine
-        self._active = ActiveShards(shards.only_job)
+        self._active = ActiveShards(store.jobs.status(shards.only_job) if shards.only_job else None)
         self._preparation = PrepareAhead(contexts)
         self._committer = Committer(store, contexts)
         self._display = display

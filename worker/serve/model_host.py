@@ -24,7 +24,7 @@ from gristmill.worker.engine.supervisor import ENGINE_TIMEOUT_S, EngineSuperviso
 from gristmill.worker.run.job_context import ContextLoader, Contexts
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions
 from gristmill.worker.run.shard_runner import ShardRunner
-from gristmill.worker.run.shard_source import ModelShards
+from gristmill.worker.run.shard_source import ShardSource
 from gristmill.worker.serve.catalog import Catalog, CatalogEntry
 from gristmill.worker.show.progress import LogDisplay
 
@@ -56,7 +56,7 @@ class ModelHost:
         self._options = options
         self._stop = threading.Event()
         self._contexts: Contexts | None = None
-        self._shards = ModelShards(store.claims, catalog.offer(entry), owner, self._prefix_keys)
+        self._shards = ShardSource(store.claims, catalog.offer(entry), owner, self._prefix_keys)
         self._engine: EngineSupervisor | None = None
         self._runner: ShardRunner | None = None
         self._thread = threading.Thread(target=self._run, name=f"host-{entry.name}", daemon=True)
