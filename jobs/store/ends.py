@@ -47,13 +47,6 @@ class Ends:
         with self._database.write() as (connection, now):
             return _stop(connection, job_id, state, message, now)
 
-    def fail(self, job_id: str, message: str) -> bool:
-        """Ends a job in progress as failed (through finalizing); its other workers are told to stop."""
-        with self._database.write() as (connection, now):
-            if not enter_state(connection, job_id, JobState.FINALIZING, {"finished_at": now}):
-                return False
-            return end_job(connection, job_id, JobState.FAILED, now, message)
-
     def request_cancel(self, job_id: str) -> JobState:
         """Asks the job's workers to stop (their heartbeats hear of it); returns the job's state."""
         with self._database.write() as (connection, now):

@@ -165,7 +165,7 @@ def test_a_completed_job_cannot_be_cancelled_failed_or_resumed(
     assert claim is not None
     assert store.finalizing.complete(claim, JobState.COMPLETED)
     assert store.ends.request_cancel(job.job_id) == JobState.COMPLETED
-    assert not store.ends.fail(job.job_id, "late")
+    assert not store.ends.stop(job.job_id, JobState.FAILED, "late")
     assert store.ends.resume(job.job_id) == JobState.COMPLETED
     assert not store.finalizing.complete(claim, JobState.FAILED)
 
@@ -173,9 +173,10 @@ def test_a_completed_job_cannot_be_cancelled_failed_or_resumed(
 def test_too_many_errors_fail_the_job_and_stop_its_workers(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4)
     claim = claim_or_fail(store, job)
-    assert store.ends.fail(job.job_id, "3 rows failed, --max-errors is 2")
+    assert store.ends.stop(job.job_id, JobState.FAILED, "3 rows failed, --max-errors is 2")
     assert set(store.shards.heartbeat([claim], {}).signal_by_job.values()) == {Signal.CANCEL}
     assert commit_rows(store, storage, claim, 0, 1, requeue=True)
+    assert store.ends.finish_cancel(job.job_id)
     status = store.jobs.status(job.job_id)
     assert (status.state, status.message, status.completed) == (
         "failed",

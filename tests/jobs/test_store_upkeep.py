@@ -131,7 +131,8 @@ def test_every_kind_of_end_is_told(store: Store, clock: Clock, tmp_path: Path) -
 
 def test_local_jobs_tell_nobody(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 0, on_complete="task")
-    store.ends.fail(job.job_id, "no")
+    store.ends.stop(job.job_id, JobState.FAILED, "no")
+    assert store.ends.finish_cancel(job.job_id)
     assert store.notices.due() == []
 
 

@@ -11,16 +11,14 @@ from gristmill.jobs.owner import current_owner
 from gristmill.jobs.plan.cutting import plan_shards
 from gristmill.jobs.records import offer_for
 from gristmill.jobs.spec import parse_spec
-from gristmill.jobs.storage.folder import open_storage
 from gristmill.jobs.store.database import database_url
 from gristmill.jobs.store.store import open_store
 from gristmill.worker.engine.client import EngineClient
 from gristmill.worker.engine.credit_window import credit_window
 from gristmill.worker.engine.supervisor import EngineSupervisor
 from gristmill.worker.local.order import load_order
-from gristmill.worker.run.job_context import Contexts, JobContext, OutputTarget
+from gristmill.worker.run.job_context import ContextLoader, Contexts
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions
-from gristmill.worker.run.prepare import Preparer
 from gristmill.worker.run.shard_runner import ShardRunner
 from gristmill.worker.run.shard_source import ShardSource
 
@@ -46,16 +44,14 @@ def test_the_rows_in_the_engine_stay_above_nine_tenths_of_what_it_can_run(
                 order.spec, order.sources, plan, order.fingerprint, order.identity, order.schema
             )
             info = client.wait_loaded(LOAD_S, lambda: False)
-            tokenizer = load_tokenizer(smollm2_path)
-            preparer = Preparer(order.spec, order.sources, tokenizer, order.prompt_source, info, [])
-            target = OutputTarget(open_storage(order.spec.output), order.schema, "parquet", order.sources)
+            contexts = Contexts(ContextLoader(store.jobs, load_tokenizer(smollm2_path), info).load)
             display = kit.new_display()
             feed = EngineSupervisor(client, credit_window(smollm2_path, info))
             runner = ShardRunner(
                 store,
                 ShardSource(store.claims, offer_for(job), current_owner()),
                 feed,
-                Contexts(lambda _: JobContext(preparer, target)),
+                contexts,
                 display,
                 lambda: False,
                 RunnerOptions(display_s=0.0),

@@ -28,9 +28,8 @@ from gristmill.worker.engine.client import EngineClient
 from gristmill.worker.engine.credit_window import ROWS_PER_SEQ
 from gristmill.worker.engine.supervisor import MAX_CULPRITS, EngineSupervisor
 from gristmill.worker.local.order import load_order
-from gristmill.worker.run.job_context import Contexts, JobContext, OutputTarget
+from gristmill.worker.run.job_context import ContextLoader, Contexts
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions, RunOutcome
-from gristmill.worker.run.prepare import Preparer
 from gristmill.worker.run.shard_runner import ShardRunner
 from gristmill.worker.run.shard_source import ShardSource
 
@@ -72,16 +71,16 @@ class Rig:
             order.spec, order.sources, plan, order.fingerprint, order.identity, order.schema
         )
         info = client.wait_loaded(LIMIT_S, lambda: False)
-        preparer = Preparer(order.spec, order.sources, NullTokenizer(), order.prompt_source, info, [])
+        context = ContextLoader(store.jobs, NullTokenizer(), info).load(self.job.job_id)
         self.should_stop = False
         self.display = kit.new_display()
         self.feed = EngineSupervisor(client, window)
-        target = OutputTarget(self.storage, order.schema, "parquet", order.sources)
+        context = replace(context, target=replace(context.target, storage=self.storage))
         self.runner = ShardRunner(
             store,
             ShardSource(store.claims, offer_for(self.job), current_owner()),
             self.feed,
-            Contexts(lambda _: JobContext(preparer, target)),
+            Contexts(lambda _: context),
             self.display,
             lambda: self.should_stop,
             options,

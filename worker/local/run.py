@@ -29,9 +29,8 @@ from gristmill.worker.engine.credit_window import credit_window
 from gristmill.worker.engine.supervisor import EngineSupervisor, load_model
 from gristmill.worker.local.follow import report_end
 from gristmill.worker.local.order import LocalOrder, LocalPlan, create_job, load_order, planned_order
-from gristmill.worker.run.job_context import Contexts, JobContext, OutputTarget
+from gristmill.worker.run.job_context import ContextLoader, Contexts
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions, RunOutcome
-from gristmill.worker.run.prepare import Preparer
 from gristmill.worker.run.shard_runner import ShardRunner
 from gristmill.worker.run.shard_source import ShardSource
 from gristmill.worker.serve.stop_signals import StopSignals
@@ -242,17 +241,12 @@ class LocalRun:
         return self._conclude(job.job_id, outcome)
 
     def _build_runner(self, job: JobRecord, status: JobStatus, engine: LoadedEngine) -> ShardRunner:
-        order, storage = self._order, self._storage
-        spec = order.spec
-        context = JobContext(
-            Preparer(spec, order.sources, engine.tokenizer, order.prompt_source, engine.info, spec.keep),
-            OutputTarget(storage, order.schema, spec.output_format, order.sources),
-        )
+        spec = self._order.spec
         return ShardRunner(
             self._store,
             ShardSource(self._store.claims, offer_for(job), self._owner),
             EngineSupervisor(engine.client, credit_window(spec.model, engine.info)),
-            Contexts(lambda _: context),
+            Contexts(ContextLoader(self._store.jobs, engine.tokenizer, engine.info).load),
             self._display,
             self._signals.should_stop,
             RunnerOptions(max_errors=spec.max_num_errors(status.rows)),
@@ -269,10 +263,9 @@ class LocalRun:
                 f" run the same command again, or: gristmill resume {job_id}"
             )
             return EXIT_INTERRUPTED
-        if outcome.end is RunEnd.CANCELLED:
-            self._store.ends.finish_cancel(job_id)
-        else:
-            self._store.ends.fail(job_id, outcome.message or outcome.end.value)
+        if outcome.end is not RunEnd.CANCELLED:
+            self._store.ends.stop(job_id, JobState.FAILED, outcome.message or outcome.end.value)
+        self._store.ends.finish_cancel(job_id)
         return self._report(job_id)
 
     def _finalize(self, job_id: str) -> int:

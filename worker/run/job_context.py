@@ -14,10 +14,11 @@ import pyarrow as pa
 
 from gristmill.engine.request import EngineInfo
 from gristmill.engine.text.tokenizer import Tokenizer
+from gristmill.jobs.input.reading import load_columns
 from gristmill.jobs.output.schema import load_part_schema
 from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.source import Source
-from gristmill.jobs.spec import JobSpec, parse_spec
+from gristmill.jobs.spec import parse_spec
 from gristmill.jobs.storage.allowed import check_allowed
 from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.store.jobs import Jobs
@@ -73,9 +74,14 @@ class Contexts:
 
 
 class ContextLoader:
-    """Loads contexts of submitted jobs from the database. RefusedError for one that may not run here."""
+    """Loads contexts of jobs from the database. RefusedError for one that may not run here.
 
-    def __init__(self, jobs: Jobs, tokenizer: Tokenizer, info: EngineInfo, allow: Sequence[str]) -> None:
+    `allow`: the roots of a job of the queue; None for a run, which counts its failed rows itself.
+    """
+
+    def __init__(
+        self, jobs: Jobs, tokenizer: Tokenizer, info: EngineInfo, allow: Sequence[str] | None = None
+    ) -> None:
         self._jobs = jobs
         self._tokenizer = tokenizer
         self._info = info
@@ -85,16 +91,15 @@ class ContextLoader:
         """The context of one job."""
         job = self._jobs.load(job_id)
         spec = parse_spec({name: value for name, value in job.spec.items() if value is not None})
-        check_allowed([*(source.uri for source in job.sources), job.output], self._allow)
+        if self._allow is not None:
+            check_allowed([*(source.uri for source in job.sources), job.output], self._allow)
+        columns = job.columns or load_columns(job.sources)
+        prompts = PromptSource(spec, columns)
         return JobContext(
-            preparer=self._build_preparer(spec, job.sources, job.columns),
+            preparer=Preparer(spec, job.sources, self._tokenizer, prompts, self._info, spec.keep),
             target=OutputTarget(
                 open_storage(job.output), load_part_schema(job.part_schema), spec.output_format, job.sources
             ),
-            max_errors=spec.max_num_errors(job.num_rows),
+            max_errors=None if self._allow is None else spec.max_num_errors(job.num_rows),
             prefix_key=job.prefix_key,
         )
-
-    def _build_preparer(self, spec: JobSpec, sources: Sequence[Source], columns: Sequence[str]) -> Preparer:
-        prompts = PromptSource(spec, columns)
-        return Preparer(spec, sources, self._tokenizer, prompts, self._info, spec.keep)
