@@ -8,7 +8,7 @@ from typing import Unpack
 from gristmill.jobs.fields import JobFields
 from gristmill.jobs.records import JobStatus
 from gristmill.jobs.spec import parse_spec
-from gristmill.worker.local.run import run_local
+from gristmill.worker.local.run import run_job
 from gristmill.worker.show.progress import LogDisplay, build_display
 
 
@@ -20,14 +20,5 @@ def run(
     Prints nothing, but its progress to stderr if asked. Raises RefusedError before anything is written,
     KeyboardInterrupt when it was stopped: finished rows are committed, the same call goes on.
     """
-    ends: list[JobStatus] = []
-
-    def keep_end(status: JobStatus) -> int:
-        ends.append(status)
-        return 0
-
     display = build_display(sys.stderr) if show_progress else LogDisplay()
-    run_local(parse_spec(fields), database_url, display, report=keep_end)
-    if not ends:
-        raise KeyboardInterrupt
-    return ends[0]
+    return run_job(parse_spec(fields), database_url, display)

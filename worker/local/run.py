@@ -14,6 +14,7 @@ from gristmill.engine.config import EngineOptions
 from gristmill.engine.errors import EngineDied
 from gristmill.engine.request import EngineInfo
 from gristmill.engine.text.tokenizer import Tokenizer, load_tokenizer
+from gristmill.jobs.client import find_job
 from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.output.finalize import finalize_job
 from gristmill.jobs.output.publishing import check_output, clear_output, redo_publications
@@ -37,68 +38,77 @@ from gristmill.worker.serve.stop_signals import StopSignals
 from gristmill.worker.show.console import EXIT_INTERRUPTED, print_error
 from gristmill.worker.show.progress import Display
 
-Report = Callable[[JobStatus], int]
 INTERRUPTED_EARLY = "interrupted before it got to work; run the same command again"
 
 
-def report_local_end(status: JobStatus) -> int:
-    """Prints how a job of this process ended; the exit code."""
-    return report_end(status, is_live=False)
+class RunInterrupted(KeyboardInterrupt):
+    """A signal ended the run: the message says what is safe, and how to go on."""
 
 
 def run_local(
-    spec: JobSpec,
-    database_url: str | None,
-    display: Display,
-    signals: StopSignals | None = None,
-    report: Report = report_local_end,
+    spec: JobSpec, database_url: str | None, display: Display, signals: StopSignals | None = None
 ) -> int:
-    """Runs the job, or goes on with it if it is the same one; the exit code that `report` makes of its end."""
+    """`run_job`, whose end is printed; the exit code."""
+    return _report(lambda: run_job(spec, database_url, display, signals))
+
+
+def resume_local(reference: str, database_url: str | None, display: Display) -> int:
+    """`go_on_with_job`, whose end is printed; the exit code."""
+    return _report(lambda: go_on_with_job(reference, database_url, display))
+
+
+def retry_local(reference: str, database_url: str | None, display: Display) -> int:
+    """`resume_local` of the job's failed rows."""
+    return _report(lambda: go_on_with_job(reference, database_url, display, retry=True))
+
+
+def run_job(
+    spec: JobSpec, database_url: str | None, display: Display, signals: StopSignals | None = None
+) -> JobStatus:
+    """Runs the job, or goes on with it if it is the same one; how it ended. Prints nothing but through `display`.
+
+    Raises RunInterrupted when a signal came.
+    """
+    with _stoppable(signals) as signals:
+        order = load_order(spec)
+        with open_store(to_database_url(database_url)) as store:
+            return LocalRun(store, order, display, signals).run()
+
+
+def go_on_with_job(
+    reference: str, database_url: str | None, display: Display, retry: bool = False
+) -> JobStatus:
+    """`run_job` for the job of this id or output folder; with `retry` its failed rows are computed again."""
+    with _stoppable() as signals, open_store(to_database_url(database_url)) as store:
+        job = find_job(store, reference)
+        given = {name: value for name, value in job.spec.items() if value is not None}
+        order = load_order(parse_spec(given | {"if_exists": "resume"}))
+        if order.identity != job.identity:
+            raise RefusedError(
+                f"job {job.job_id} can't go on: its input or its model changed since it began;"
+                " put them back, or run it anew with another --output"
+            )
+        run = LocalRun(store, order, display, signals)
+        return run.retry(job) if retry else run.resume(job)
+
+
+@contextmanager
+def _stoppable(signals: StopSignals | None = None) -> Iterator[StopSignals]:
     with signals or StopSignals() as signals:
         try:
-            order = load_order(spec)
-            with open_store(to_database_url(database_url)) as store:
-                return LocalRun(store, order, display, signals, report).run()
+            yield signals
+        except RunInterrupted:
+            raise
         except KeyboardInterrupt:
-            print_error(INTERRUPTED_EARLY)
-            return EXIT_INTERRUPTED
+            raise RunInterrupted(INTERRUPTED_EARLY) from None
 
 
-def resume_local(
-    reference: str, database_url: str | None, display: Display, signals: StopSignals | None = None
-) -> int:
-    """Goes on with the local job of this id or output folder; the exit code."""
-    return _go_on_with(reference, database_url, display, signals, retry=False)
-
-
-def retry_local(
-    reference: str, database_url: str | None, display: Display, signals: StopSignals | None = None
-) -> int:
-    """Computes the failed rows of this local job again; the exit code."""
-    return _go_on_with(reference, database_url, display, signals, retry=True)
-
-
-def _go_on_with(
-    reference: str, database_url: str | None, display: Display, signals: StopSignals | None, retry: bool
-) -> int:
-    with signals or StopSignals() as signals:
-        try:
-            with open_store(to_database_url(database_url)) as store:
-                job = store.jobs.find(reference)
-                if job is None:
-                    raise RefusedError(f"no job {reference!r} in this database: see `gristmill list`")
-                given = {name: value for name, value in job.spec.items() if value is not None}
-                order = load_order(parse_spec(given | {"if_exists": "resume"}))
-                if order.identity != job.identity:
-                    raise RefusedError(
-                        f"job {job.job_id} can't go on: its input or its model changed since it began;"
-                        " put them back, or run it anew with another --output"
-                    )
-                run = LocalRun(store, order, display, signals)
-                return run.retry(job) if retry else run.resume(job)
-        except KeyboardInterrupt:
-            print_error(INTERRUPTED_EARLY)
-            return EXIT_INTERRUPTED
+def _report(run: Callable[[], JobStatus]) -> int:
+    try:
+        return report_end(run(), is_live=False)
+    except RunInterrupted as interrupted:
+        print_error(str(interrupted))
+        return EXIT_INTERRUPTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,23 +123,15 @@ class LoadedEngine:
 class LocalRun:
     """One order, carried out here."""
 
-    def __init__(
-        self,
-        store: Store,
-        order: LocalOrder,
-        display: Display,
-        signals: StopSignals,
-        report: Report = report_local_end,
-    ) -> None:
+    def __init__(self, store: Store, order: LocalOrder, display: Display, signals: StopSignals) -> None:
         self._store = store
         self._order = order
         self._display = display
         self._signals = signals
-        self._report_status = report
         self._storage: Storage = open_storage(order.spec.output)
         self._owner: Owner = current_owner()
 
-    def run(self) -> int:
+    def run(self) -> JobStatus:
         """A new job, or the one that this output folder belongs to."""
         job = self._store.jobs.find(self._order.spec.output)
         if self._check(job) == "resume":
@@ -137,14 +139,14 @@ class LocalRun:
             return self._go_on(job)
         return self._begin(job)
 
-    def retry(self, job: JobRecord) -> int:
+    def retry(self, job: JobRecord) -> JobStatus:
         """The failed rows of the job that was asked for."""
         with self._held(job):
             num_rows = self._store.ends.retry_failed(job.job_id)
         self._display.note(f"{job.job_id}: {num_rows:,} failed rows are computed again")
         return self.resume(self._store.jobs.load(job.job_id))
 
-    def resume(self, job: JobRecord) -> int:
+    def resume(self, job: JobRecord) -> JobStatus:
         """The job that was asked for."""
         if self._check(job) != "resume":
             raise RefusedError(
@@ -157,7 +159,7 @@ class LocalRun:
         uris = [source.uri for source in self._order.sources]
         return check_output(self._storage, job, self._order.identity, spec.if_exists, uris)
 
-    def _begin(self, earlier: JobRecord | None) -> int:
+    def _begin(self, earlier: JobRecord | None) -> JobStatus:
         """A new job. `earlier` is the job whose output it replaces."""
         if earlier is not None:
             with self._held(earlier):  # raises if another process is at it
@@ -174,10 +176,10 @@ class LocalRun:
                     return self._run_shards(job, engine)
         return self.run()  # somebody began a job here meanwhile
 
-    def _go_on(self, job: JobRecord) -> int:
+    def _go_on(self, job: JobRecord) -> JobStatus:
         """A job that exists: whatever is left of it."""
         if job.state is JobState.COMPLETED:
-            return self._report(job.job_id)
+            return self._store.jobs.status(job.job_id)
         with self._held(job):
             if job.state is JobState.CANCELLING:
                 self._store.ends.finish_cancel(job.job_id)
@@ -226,7 +228,7 @@ class LocalRun:
             raise
         return LoadedEngine(client, info, tokenizer)
 
-    def _run_shards(self, job: JobRecord, engine: LoadedEngine) -> int:
+    def _run_shards(self, job: JobRecord, engine: LoadedEngine) -> JobStatus:
         redo_publications(self._storage, self._store.shards, job.job_id)
         status = self._store.jobs.status(job.job_id)
         num_done = status.rows - status.not_run
@@ -252,31 +254,28 @@ class LocalRun:
             RunnerOptions(max_errors=spec.max_num_errors(status.rows)),
         )
 
-    def _conclude(self, job_id: str, outcome: RunOutcome) -> int:
-        """What the end of the loop means for the job; the exit code."""
+    def _conclude(self, job_id: str, outcome: RunOutcome) -> JobStatus:
+        """What the end of the loop means for the job."""
         if outcome.end is RunEnd.FINISHED:
             return self._finalize(job_id)
         if outcome.end is RunEnd.INTERRUPTED:
             status = self._store.jobs.status(job_id)
-            print_error(
+            raise RunInterrupted(
                 f"interrupted: {status.rows - status.not_run:,} of {status.rows:,} rows are done and safe;"
                 f" run the same command again, or: gristmill resume {job_id}"
             )
-            return EXIT_INTERRUPTED
         if outcome.end is not RunEnd.CANCELLED:
             self._store.ends.stop(job_id, JobState.FAILED, outcome.message or outcome.end.value)
         self._store.ends.finish_cancel(job_id)
-        return self._report(job_id)
+        return self._store.jobs.status(job_id)
 
-    def _finalize(self, job_id: str) -> int:
+    def _finalize(self, job_id: str) -> JobStatus:
         try:
             state = finalize_job(self._store, self._storage, job_id, self._owner)
         except KeyboardInterrupt:
-            print_error("interrupted at the end: all rows are done and safe; run the same command again")
-            return EXIT_INTERRUPTED
+            raise RunInterrupted(
+                "interrupted at the end: all rows are done and safe; run the same command again"
+            ) from None
         if state is JobState.CANCELLING:  # asked for when the last shard was done
             self._store.ends.finish_cancel(job_id)
-        return self._report(job_id)
-
-    def _report(self, job_id: str) -> int:
-        return self._report_status(self._store.jobs.status(job_id))
+        return self._store.jobs.status(job_id)
