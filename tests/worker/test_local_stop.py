@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from gristmill.jobs.errors import JobIsLive, RefusedError
+from gristmill.jobs.spec import parse_spec
+from gristmill.worker.local.run import RunInterrupted, run_job
 from gristmill.worker.serve.stop_signals import StopSignals
 from gristmill.worker.show.progress import Progress
 
@@ -179,3 +181,15 @@ def test_a_stop_that_was_asked_for_before_the_rows_run_raises_then() -> None:
         signals.request_stop()
         with signals.deferred():
             pytest.fail("the stretch began")
+
+
+def test_run_job_prints_nothing_and_says_how_it_ended(kit: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    source = kit.write_jsonl(_rows(200))
+    order = parse_spec(
+        {"input": str(source), "output": str(kit.output), "model": "null:?delay_ms=1", "prompt": PROMPT}
+    )
+    signals = StopSignals()
+    with pytest.raises(RunInterrupted, match="rows are done and safe"):
+        run_job(order, None, kit.new_display(_stop_after(30, signals)), signals)
+    assert run_job(order, None, kit.new_display()).state == "completed"
+    assert capsys.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""The books of a run: the shards in progress, whose each request is, and the counts of finished rows.
+"""The shards of a run in progress: whose each request is, the counts of finished rows, and how they are shown.
 
 The runner's loop keeps them; nothing here talks to the engine, the database or a disk.
 """
@@ -11,10 +11,11 @@ from dataclasses import replace
 from gristmill.engine.request import Completion, EngineCounters
 from gristmill.jobs.records import JobStatus, PartFile, ShardClaim
 from gristmill.jobs.stats import ShardCounts
+from gristmill.worker.engine.supervisor import EngineSupervisor
 from gristmill.worker.run.outcome import RunnerOptions
 from gristmill.worker.run.prepare import PreparedBatch
 from gristmill.worker.run.shard_work import ShardWork, Uncommitted
-from gristmill.worker.show.progress import MovingRate, Progress
+from gristmill.worker.show.progress import Display, MovingRate, Progress
 
 PLENTY_S = 3.0
 RATE_WINDOW_S = 10.0
@@ -157,3 +158,28 @@ class ActiveShards:
             completion_tokens=counts.completion_tokens,
             cached_tokens=counts.cached_tokens,
         )
+
+
+class RunProgress:
+    """What the active shards say, and the rate at which the engine generates."""
+
+    def __init__(
+        self, display: Display, active: ActiveShards, engine: EngineSupervisor, interval_s: float
+    ) -> None:
+        self._display = display
+        self._active = active
+        self._engine = engine
+        self._interval_s = interval_s
+        self._last_s = 0.0
+        self._token_rate = MovingRate()
+
+    def show(self, now: float) -> None:
+        """Updates the display if it is time."""
+        if now - self._last_s >= self._interval_s:
+            self._last_s = now
+            self._token_rate.push(now, self._engine.counters.num_output_tokens)
+            self._display.update(self._active.progress(self._token_rate.per_s()))
+
+    def show_end(self) -> None:
+        """The last figures."""
+        self._display.update(self._active.progress())

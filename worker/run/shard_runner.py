@@ -16,15 +16,12 @@ from gristmill.jobs.errors import JobsError, SourceError, Unavailable
 from gristmill.jobs.states import JobState
 from gristmill.jobs.store.store import Store
 from gristmill.worker.engine.supervisor import MAX_CULPRITS, EngineSupervisor
-from gristmill.worker.run.active_shards import ActiveShards
+from gristmill.worker.run.active_shards import ActiveShards, RunProgress
 from gristmill.worker.run.committer import CommitKind, Committed, Committer
-from gristmill.worker.run.events import RunEvents
-from gristmill.worker.run.heartbeats import Heartbeats
+from gristmill.worker.run.heartbeats import Heartbeats, RunEvents, ServiceWait
 from gristmill.worker.run.job_context import Contexts
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions, RunOutcome
 from gristmill.worker.run.prepare_ahead import PrepareAhead
-from gristmill.worker.run.progress import RunProgress
-from gristmill.worker.run.service_wait import ServiceWait
 from gristmill.worker.run.shard_source import ShardSource
 from gristmill.worker.run.shard_work import ShardWork, Uncommitted
 from gristmill.worker.show.progress import Display
