@@ -59,7 +59,7 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         tie_embeddings="output.weight" not in file.tensors,
         sliding_window=int(window) if window and window < context_size else None,
         eos_token_ids=gguf_eos_token_ids(file),
-        **ARCHITECTURES[architecture].gguf_flags(file.tensors),
+        **ARCHITECTURES[architecture].gguf_flags(file.metadata, file.tensors),
     )
 
 
