@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 CONTROL_QUEUE = "gristmill"
 PLAIN_QUEUE = "celery"  # where a Celery client sends that names no queue
-CALLBACK_QUEUE = "gristmill.callbacks"  # of on_complete tasks that name no queue
 SUBMIT, PLAN_JOB, PLAN_PIECE = "gristmill.submit", "gristmill.plan_job", "gristmill.plan_piece"
 RUN_SHARDS, ACKNOWLEDGE = "gristmill.run_shards", "gristmill.acknowledge"
 PRIORITIES = {"high": 0, "normal": 3, "low": 6}  # of messages; 0 overtakes

@@ -6,20 +6,19 @@ Buckets are logarithmic, eight to each doubling (9% wide), so a quantile is with
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 BUCKETS_PER_DOUBLING = 8
 MIN_VALUE = 1e-6  # smaller values, and zero, share the first bucket
 _FIRST_BUCKET = math.floor(math.log2(MIN_VALUE) * BUCKETS_PER_DOUBLING)
 
 
+@dataclass(slots=True)
 class Histogram:
     """Counts of values by bucket. Mutable: one writer records, then the copies are merged."""
 
-    __slots__ = ("_counts",)
-
-    def __init__(self, counts: dict[int, int] | None = None) -> None:
-        self._counts: dict[int, int] = dict(counts or {})
+    _counts: dict[int, int] = field(default_factory=dict)
 
     def record(self, value: float, count: int = 1) -> None:
         """Counts `value`, in seconds; negative values are clock noise and count as zero."""
@@ -58,20 +57,13 @@ class Histogram:
     @classmethod
     def from_list(cls, numbers: Iterable[int]) -> Histogram:
         """The inverse of to_list."""
-        return cls(dict(_pairs(iter(numbers))))
+        pairs = iter(numbers)
+        return cls(dict(zip(pairs, pairs, strict=True)))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Histogram) and self._counts == other._counts
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"Histogram({self._counts!r})"
+    def negated(self) -> Histogram:
+        """What takes these counts out of a sum again, once merged into it."""
+        return Histogram({bucket: -count for bucket, count in self._counts.items()})
 
 
 def _bucket_middle(bucket: int) -> float:
     return float(2.0 ** ((bucket + 0.5) / BUCKETS_PER_DOUBLING))
-
-
-def _pairs(numbers: Iterator[int]) -> Iterator[tuple[int, int]]:
-    return zip(numbers, numbers, strict=True)

@@ -238,6 +238,5 @@ class JobStatus:
     deadline_at: float | None = None
     num_workers: int = 0  # processes that hold a shard
     is_live: bool = False  # a process runs it, or could take it up at once
-    regrouped: dict[str, Any] | None = (
-        None  # what sorting the rows by prefix saves; None: they were not sorted
-    )
+    # What sorting the rows by prefix saves; None: they were not sorted.
+    regrouped: dict[str, Any] | None = None

@@ -42,6 +42,15 @@ class ShardRange:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanPiece:
+    """What one worker plans at once: the bytes [byte_offset, byte_offset + byte_size) of a source."""
+
+    source_index: int
+    byte_offset: int
+    byte_size: int  # 0: the whole source
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All shards of a job, in input order; together they hold `num_rows` rows."""
 

@@ -98,9 +98,7 @@ class JobStats:
         for name in _SUMS:
             setattr(negative, name, -getattr(self, name))
         for name in _HISTOGRAMS:
-            numbers = getattr(self, name).to_list()
-            counts = zip(numbers[::2], numbers[1::2], strict=True)
-            setattr(negative, name, Histogram({bucket: -count for bucket, count in counts}))
+            setattr(negative, name, getattr(self, name).negated())
         return negative
 
     def percentiles(self) -> dict[str, dict[str, float | None]]:

@@ -19,8 +19,10 @@ class Architecture:
     hf_class: str  # in config.json's `architectures`
     # What config.json leaves out: the values of the configuration class in transformers.
     defaults: Mapping[str, Any]
-    # Flags of ModelConfig: True, or the key of config.json that says so.
+    # Flags of ModelConfig: True, or the key of config.json that has the value; and the key of a GGUF file's metadata,
+    # where a flag brings no tensors to be seen from.
     flags: Mapping[str, str | bool] = field(default_factory=dict)
+    gguf_keys: Mapping[str, str] = field(default_factory=dict)
     # A sliding window on all layers, or on those that use_sliding_window and layer_types say.
     sliding_window: Literal["never", "always", "stated"] = "never"
     interleaves_rotary: bool = False  # GGUF files hold the rows of q and k pair by pair
@@ -33,15 +35,20 @@ class Architecture:
     def hf_flags(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The flags that config.json's values say."""
         stated = {name: key for name, key in self.flags.items() if isinstance(key, str)}
-        return self.fixed_flags | {name: bool(values.get(key, False)) for name, key in stated.items()}
+        return self.fixed_flags | _present(values, stated)
 
-    def gguf_flags(self, tensors: Collection[str]) -> dict[str, Any]:
+    def gguf_flags(self, metadata: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
         """The flags of a GGUF file: those that bring tensors are seen from the first layer's."""
-        present: dict[str, bool] = {}
+        present = _present(metadata, {name: f"{self.name}.{key}" for name, key in self.gguf_keys.items()})
         for tensor in LAYER_TENSORS:
             if tensor.flag is not None:
                 present[tensor.flag] = present.get(tensor.flag, False) or f"blk.0.{tensor.gguf}" in tensors
         return self.fixed_flags | present
+
+
+def _present(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """What the values say of each flag; a flag whose key is absent or null keeps the default of ModelConfig."""
+    return {flag: values[key] for flag, key in keys.items() if values.get(key) is not None}
 
 
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}

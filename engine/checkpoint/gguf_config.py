@@ -9,10 +9,14 @@ import numpy as np
 
 from gristmill.engine.checkpoint.architectures import ARCHITECTURES
 from gristmill.engine.checkpoint.eos import gguf_eos_token_ids
+from gristmill.engine.checkpoint.formats.config_section import ConfigSection
 from gristmill.engine.checkpoint.gguf import GGUFFile, tensor_bytes
 from gristmill.engine.checkpoint.gguf_quants import dequantize
 from gristmill.engine.config import ModelConfig, RopeScaling
 from gristmill.engine.errors import ModelRefused
+
+# A list, one number for each layer, is what a model has whose layers differ.
+_REMEDY = "use a model whose layers are alike, or convert it again"
 
 
 def gguf_model_config(file: GGUFFile) -> ModelConfig:
@@ -27,18 +31,20 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         raise ModelRefused(
             f"{file.path}: one part of a split GGUF; merge the parts first (llama-gguf-split --merge)"
         )
-    keys = _Keys(file, architecture)
-    if keys.optional("expert_count", 0):
+    prefix = f"{architecture}."
+    values = {key.removeprefix(prefix): v for key, v in file.metadata.items() if key.startswith(prefix)}
+    keys = ConfigSection(str(file.path), f"metadata {architecture}", values, _REMEDY)
+    if values.get("expert_count"):
         raise ModelRefused(f"{file.path}: a mixture of experts is not supported; use a dense model")
-    num_heads = keys.count("attention.head_count")
-    hidden_size = keys.count("embedding_length")
-    head_dim = keys.optional_count("attention.key_length", hidden_size // num_heads)
-    if keys.optional_count("attention.value_length", head_dim) != head_dim:
+    num_heads = keys.size("attention.head_count")
+    hidden_size = keys.size("embedding_length")
+    head_dim = keys.size("attention.key_length", hidden_size // num_heads)
+    if keys.size("attention.value_length", head_dim) != head_dim:
         raise ModelRefused(f"{file.path}: keys and values of different lengths are not supported")
-    if keys.optional_count("rope.dimension_count", head_dim) != head_dim:
+    if keys.size("rope.dimension_count", head_dim) != head_dim:
         raise ModelRefused(f"{file.path}: rotary embedding over part of a head is not supported")
     rope_theta = keys.number("rope.freq_base", 10000.0)
-    context_size = keys.count("context_length")
+    context_size = keys.size("context_length")
     scaling = _rope_scaling(file, keys, head_dim, rope_theta, context_size)
     if scaling is not None and scaling.kind == "yarn":
         context_size = max(context_size, int(scaling.factor * scaling.original_context_size))
@@ -47,10 +53,10 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         architecture=architecture,
         vocab_size=_vocab_size(file, keys),
         hidden_size=hidden_size,
-        intermediate_size=keys.count("feed_forward_length"),
-        num_layers=keys.count("block_count"),
+        intermediate_size=keys.size("feed_forward_length"),
+        num_layers=keys.size("block_count"),
         num_heads=num_heads,
-        num_kv_heads=keys.optional_count("attention.head_count_kv", num_heads),
+        num_kv_heads=keys.size("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         context_size=context_size,
         rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
@@ -59,26 +65,26 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         tie_embeddings="output.weight" not in file.tensors,
         sliding_window=int(window) if window and window < context_size else None,
         eos_token_ids=gguf_eos_token_ids(file),
-        **ARCHITECTURES[architecture].gguf_flags(file.tensors),
+        **ARCHITECTURES[architecture].gguf_flags(file.metadata, file.tensors),
     )
 
 
-def _vocab_size(file: GGUFFile, keys: _Keys) -> int:
+def _vocab_size(file: GGUFFile, keys: ConfigSection) -> int:
     """The rows of the embeddings: vocab_size is optional in GGUF, and the tokenizer may be shorter."""
     embeddings = file.tensors.get("token_embd.weight")
     if embeddings is None:
         raise ModelRefused(f"{file.path}: tensor token_embd.weight is missing; the checkpoint is incomplete")
-    return keys.optional_count("vocab_size", embeddings.shape[0])
+    return keys.size("vocab_size", embeddings.shape[0])
 
 
 def _rope_scaling(
-    file: GGUFFile, keys: _Keys, head_dim: int, rope_theta: float, context_size: int
+    file: GGUFFile, keys: ConfigSection, head_dim: int, rope_theta: float, context_size: int
 ) -> RopeScaling | None:
-    kind = keys.optional("rope.scaling.type", "none")
+    kind = keys.values.get("rope.scaling.type", "none")
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if "rope_freqs.weight" in file.tensors:
         return _llama3_scaling(file, head_dim, rope_theta)
-    if kind == "linear" or (kind == "none" and "rope.scale_linear" in keys and factor != 1.0):
+    if kind == "linear" or (kind == "none" and "rope.scale_linear" in keys.values and factor != 1.0):
         return RopeScaling("linear", factor)
     if kind == "none":
         return None
@@ -86,7 +92,7 @@ def _rope_scaling(
         raise ModelRefused(
             f"{file.path}: rope scaling {kind!r} is not supported; use a model with linear, llama3 or yarn"
         )
-    original = keys.optional_count("rope.scaling.original_context_length", context_size)
+    original = keys.size("rope.scaling.original_context_length", context_size)
     magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
     return RopeScaling(
         "yarn",
@@ -122,45 +128,3 @@ def llama3_divisors(
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = np.clip((scaling.original_context_size / wavelengths - low) / (high - low), 0.0, 1.0)
     return np.asarray(1.0 / ((1.0 - smooth) / scaling.factor + smooth))
-
-
-class _Keys:
-    """The metadata of one architecture, with refusals that name the key."""
-
-    def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self._file = file
-        self._prefix = architecture + "."
-
-    def __contains__(self, key: str) -> bool:
-        return self._prefix + key in self._file.metadata
-
-    def required(self, key: str) -> Any:
-        if key not in self:
-            raise ModelRefused(
-                f"{self._file.path}: metadata {self._prefix}{key} is missing; convert the model again"
-            )
-        return self._file.metadata[self._prefix + key]
-
-    def optional(self, key: str, default: Any) -> Any:
-        return self._file.metadata.get(self._prefix + key, default)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.required(key) if default is None else self.optional(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ModelRefused(
-                f"{self._file.path}: metadata {self._prefix}{key} is {str(value)[:60]}, not a number;"
-                " convert the model again"
-            )
-        return float(value)
-
-    def count(self, key: str) -> int:
-        value = self.required(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelRefused(
-                f"{self._file.path}: metadata {self._prefix}{key} is {str(value)[:60]}, not one positive"
-                " number; this model's layers differ from each other or the file is damaged"
-            )
-        return value
-
-    def optional_count(self, key: str, default: int) -> int:
-        return self.count(key) if key in self else default

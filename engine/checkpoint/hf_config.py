@@ -11,9 +11,12 @@ from typing import Any
 
 from gristmill.engine.checkpoint.architectures import ARCHITECTURES, Architecture
 from gristmill.engine.checkpoint.eos import hf_eos_token_ids
+from gristmill.engine.checkpoint.formats.config_section import ConfigSection
 from gristmill.engine.config import ModelConfig, RopeScaling
 from gristmill.engine.errors import ModelRefused
 from gristmill.engine.model_files import load_json_object
+
+_REMEDY = "download config.json again"
 
 
 def hf_model_config(folder: Path) -> ModelConfig:
@@ -25,25 +28,25 @@ def hf_model_config(folder: Path) -> ModelConfig:
         )
     raw = load_json_object(path)
     architecture = _architecture(path, raw)
-    keys = _Keys(path, {**architecture.defaults, **raw})
+    keys = ConfigSection(str(path), "", {**architecture.defaults, **raw}, _REMEDY)
     _refuse_unsupported(path, raw)
-    num_heads = keys.count("num_attention_heads")
-    hidden_size = keys.count("hidden_size")
-    context_size = keys.count("max_position_embeddings")
+    num_heads = keys.size("num_attention_heads")
+    hidden_size = keys.size("hidden_size")
+    context_size = keys.size("max_position_embeddings")
     scaling, rope_theta = _rope(path, raw, context_size)
     if scaling is not None and scaling.kind == "yarn":
         context_size = max(context_size, int(scaling.factor * scaling.original_context_size))
-    num_layers = keys.count("num_hidden_layers")
+    num_layers = keys.size("num_hidden_layers")
     window = _sliding_window(path, keys.values, architecture.sliding_window, num_layers)
     return ModelConfig(
         architecture=architecture.name,
-        vocab_size=keys.count("vocab_size"),
+        vocab_size=keys.size("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=keys.count("intermediate_size"),
+        intermediate_size=keys.size("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=keys.optional_count("num_key_value_heads", num_heads),
-        head_dim=keys.optional_count("head_dim", hidden_size // num_heads),
+        num_kv_heads=keys.size("num_key_value_heads", num_heads),
+        head_dim=keys.size("head_dim", hidden_size // num_heads),
         context_size=context_size,
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
@@ -101,7 +104,7 @@ def _rope(path: Path, raw: dict[str, Any], context_size: int) -> tuple[RopeScali
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise ModelRefused(f"{path}: rope parameters are {type(parameters).__name__}, not an object")
-    theta = _Keys(path, raw | parameters).number("rope_theta", 10000.0)
+    theta = ConfigSection(str(path), "", raw | parameters, _REMEDY).number("rope_theta", 10000.0)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     partial = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
@@ -155,30 +158,3 @@ def _yarn_attention_factor(parameters: dict[str, Any], factor: float) -> float:
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
         return magnitude(float(parameters["mscale"])) / magnitude(float(parameters["mscale_all_dim"]))
     return magnitude(1.0)
-
-
-class _Keys:
-    """Values of config.json, with refusals that name the key."""
-
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
-        self.path = path
-        self.values = values
-
-    def count(self, key: str) -> int:
-        value = self.values.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelRefused(
-                f"{self.path}: {key} is {value!r}, a positive integer is needed; download config.json again"
-            )
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ModelRefused(
-                f"{self.path}: {key} is {value!r}, a number is needed; download config.json again"
-            )
-        return float(value)
-
-    def optional_count(self, key: str, default: int) -> int:
-        return default if self.values.get(key) is None else self.count(key)

@@ -69,7 +69,7 @@ class Model:
         self.rope = RopeTables(*(t.to(backend.device) for t in build_rope_tables(config, num_positions)))
         self.stack = backend.layer_stack(self.layers, self.rope, config.rms_norm_eps, self.padded_rows)
         # A tied head that is held in codes has the embeddings, too.
-        self.embedding = None if head is embedding and self.head.has_rows else embedding
+        self.embedding = self.head if head is embedding and self.head.has_rows else embedding
         if isinstance(self.embedding, Tensor):
             self.embedding = self.embedding.to(backend.device)
 
@@ -95,7 +95,7 @@ class Model:
         """
         if inputs.kept is not None and len(inputs.kept) == len(inputs.slot_mapping):
             inputs = replace(inputs, kept=None)
-        return self.stack.run(self._embed(inputs.input_ids), inputs, cache)
+        return self.stack.run(embed(self.config, self.embedding, inputs.input_ids, self.dtype), inputs, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_tokens, vocab_size] of hidden: [num_tokens, hidden_size]; at most max_head_rows tokens."""
@@ -133,13 +133,6 @@ class Model:
             if rows <= self.max_head_rows:
                 self.logits(self._zeros(rows))
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
-        if self.embedding is None:
-            return self.head.take_rows(input_ids).to(self.dtype)
-        if isinstance(self.embedding, QuantizedTensor):
-            return self.embedding.take_rows(input_ids).dequantize().to(self.dtype)
-        return self.embedding[input_ids].to(self.dtype)
-
     def _zeros(self, num_rows: int) -> Tensor:
         return torch.zeros(num_rows, self.config.hidden_size, dtype=self.dtype, device=self.backend.device)
 
@@ -152,6 +145,15 @@ class Model:
         layer.qkv(x)
         layer.output(x.new_zeros(num_rows, size), "add", x)
         layer.down(layer.gated(x), "add", x)
+
+
+def embed(config: ModelConfig, table: Weight | Linear, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the first layer reads: [num_tokens, hidden_size] of `dtype`. table: the embeddings, or a head that has them.
+
+    Flags of ModelConfig that act on embeddings act here. token_ids: [num_tokens] int64.
+    """
+    rows = table[token_ids] if isinstance(table, Tensor) else table.take_rows(token_ids)
+    return (rows.dequantize() if isinstance(rows, QuantizedTensor) else rows).to(dtype)
 
 
 def max_head_rows(vocab_size: int) -> int:

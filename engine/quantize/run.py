@@ -21,6 +21,7 @@ from gristmill.engine.checkpoint.weight_names import expected_shapes
 from gristmill.engine.checkpoint.weights import load_part
 from gristmill.engine.config import ModelConfig
 from gristmill.engine.errors import ModelRefused
+from gristmill.engine.model.decoder import embed
 from gristmill.engine.model_files import load_json_object
 from gristmill.engine.quantize.awq import quantize_awq
 from gristmill.engine.quantize.calibration import CalibrationText, build_sequences, load_text
@@ -126,8 +127,9 @@ class _Calibration:
     def __init__(self, plan: QuantizePlan) -> None:
         ids = torch.tensor(plan.sequences)  # [num_sequences, num_tokens]
         table = _load(plan.checkpoint, "model.embed_tokens.weight")
-        self.hidden = table[ids.view(-1)].float().view(*ids.shape, -1)
-        self._runner = LayerRunner(plan.checkpoint.config, ids.shape[1])
+        config = plan.checkpoint.config
+        self.hidden = embed(config, table, ids.view(-1), torch.float32).view(*ids.shape, -1)
+        self._runner = LayerRunner(config, ids.shape[1])
 
     def observe(self, weights: dict[str, Tensor]) -> InputObserver:
         """What the linear layers of these float weights see."""

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 
 from gristmill.jobs.input.formats.registry import format_of
 from gristmill.jobs.plan.cutting import plan_range
-from gristmill.jobs.source import Plan, ShardRange, Source
+from gristmill.jobs.source import Plan, PlanPiece, ShardRange, Source
 
 PIECE_BYTES = 256 << 20
 MAX_INLINE_SOURCES = 8
 MAX_INLINE_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class PlanPiece:
-    """What one worker plans at once: the bytes [byte_offset, byte_offset + byte_size) of a source."""
-
-    source_index: int
-    byte_offset: int
-    byte_size: int  # 0: the whole source
 
 
 def is_large(sources: Sequence[Source], limit: int | None = None) -> bool:

@@ -29,7 +29,6 @@ from gristmill.jobs.plan.cutting import (
     smaller_shard_rows,
 )
 from gristmill.jobs.plan.pieces import (
-    PlanPiece,
     cut_pieces,
     is_large,
     join_pieces,
@@ -40,7 +39,7 @@ from gristmill.jobs.plan.pieces import (
 from gristmill.jobs.plan.starting import StartOrder, start_planned
 from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.records import JobRecord
-from gristmill.jobs.source import Plan, ShardRange, Source
+from gristmill.jobs.source import Plan, PlanPiece, ShardRange, Source
 from gristmill.jobs.spec import JobSpec, parse_spec
 from gristmill.jobs.states import RESUMABLE_JOB_STATES, TERMINAL_JOB_STATES, JobState
 from gristmill.jobs.storage.allowed import check_allowed

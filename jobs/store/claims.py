@@ -12,19 +12,26 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Row, func, insert, or_, select, update
 
-from gristmill.jobs.owner import Owner, is_dead
+from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import ModelOffer, ShardClaim
 from gristmill.jobs.states import AttemptOutcome, JobState, Runner, ShardState
 from gristmill.jobs.store.database import Database
+from gristmill.jobs.store.job_rows import change_job
 from gristmill.jobs.store.models import attempts, jobs, shards
-from gristmill.jobs.store.shard_rows import build_part, build_range, end_attempt
+from gristmill.jobs.store.shard_rows import (
+    build_part,
+    build_range,
+    end_attempt,
+    find_abandoned,
+    is_unchanged,
+    load_running,
+)
 
 MAX_LOSSES = 20
 _JOB_COLUMNS = (
     *(jobs.c.id, jobs.c.model, jobs.c.dtype, jobs.c.priority, jobs.c.prefix_key, jobs.c.created_at),
     *(jobs.c.fingerprint, jobs.c.started_at, jobs.c.owner_seen_at),
 )
-_SHARD_COLUMNS = (shards.c.id, shards.c.shard_index, shards.c.fence, shards.c.owner, shards.c.lease_until)
 
 
 class _OpenJob(NamedTuple):
@@ -87,14 +94,10 @@ class Claims:
             return None  # another worker pinned another fingerprint, or the job was stopped
         claim = self._claim_lowest(connection, job, owner, now)
         if claim is not None:
-            change = update(jobs).where(jobs.c.id == job.row.id)
             values: dict[str, Any] = {"fingerprint": offer.fingerprint}
-            if not is_going_on:
-                values |= {
-                    "owner_seen_at": now,
-                    "lease_s": self._database.lease_s,
-                }  # the pause is no active time
-            connection.execute(change.values(values))
+            if not is_going_on:  # the pause is no active time
+                values |= {"owner_seen_at": now, "lease_s": self._database.lease_s}
+            change_job(connection, job.row.id, values)
         return claim
 
     def _claim_lowest(
@@ -136,8 +139,7 @@ class Claims:
         )
         attempt_id = connection.execute(attempt.returning(attempts.c.id)).scalar_one()
         if job.row.started_at is None:
-            start = update(jobs).where(jobs.c.id == row.job_id, jobs.c.started_at.is_(None))
-            connection.execute(start.values(started_at=now))
+            change_job(connection, row.job_id, {"started_at": now}, jobs.c.started_at.is_(None))
         return ShardClaim(
             shard_id=row.id,
             job_id=row.job_id,
@@ -187,9 +189,9 @@ def _find_open_jobs(
     rows = connection.execute(query).all()
     if not rows:
         return []
-    running = _load_running(connection, [row.id for row in rows])
+    running = load_running(connection, [row.id for row in rows])
     abandoned: dict[str, list[Any]] = {}
-    for shard in _find_abandoned(running, now):
+    for shard in find_abandoned(running, now):
         abandoned.setdefault(shard.job_id, []).append(shard)
     num_running = Counter(shard.job_id for shard in running)
     return [
@@ -204,18 +206,6 @@ def _rank(job: _OpenJob, warm: Collection[str]) -> tuple[Any, ...]:
     return row.priority, job.num_running, row.prefix_key not in warm, row.created_at, row.id
 
 
-def _load_running(connection: Connection, job_ids: Sequence[str]) -> Sequence[Any]:
-    query = select(shards.c.job_id, *_SHARD_COLUMNS)
-    running = query.where(shards.c.job_id.in_(job_ids), shards.c.state == ShardState.RUNNING)
-    return connection.execute(running.order_by(shards.c.shard_index)).all()
-
-
-def _find_abandoned(running: Sequence[Any], now: float) -> list[Any]:
-    """Those whose lease is over, and those whose owner is dead on this host."""
-    dead = {text for text in {shard.owner for shard in running} if is_dead(Owner.from_text(text))}
-    return [shard for shard in running if shard.lease_until < now or shard.owner in dead]
-
-
 def _lock_lowest(connection: Connection, job: _OpenJob) -> Row[Any] | None:
     """The lowest shard that is queued, or still abandoned as it was found, and that nobody else takes."""
     queued = select(shards).where(shards.c.job_id == job.row.id, shards.c.state == ShardState.QUEUED)
@@ -224,12 +214,7 @@ def _lock_lowest(connection: Connection, job: _OpenJob) -> Row[Any] | None:
     for shard in job.abandoned:
         if row is not None and row.shard_index < shard.shard_index:
             break
-        unchanged = select(shards).where(
-            shards.c.id == shard.id,
-            shards.c.state == ShardState.RUNNING,
-            shards.c.fence == shard.fence,
-            shards.c.lease_until == shard.lease_until,
-        )
+        unchanged = select(shards).where(is_unchanged(shard))
         taken = connection.execute(unchanged.with_for_update(skip_locked=True, key_share=True)).one_or_none()
         if taken is not None:
             return taken

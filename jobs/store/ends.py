@@ -6,9 +6,10 @@ heartbeat and commits what is finished. The job ends once nobody runs a shard of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, case, delete, func, null, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, case, delete, func, null, or_, select, update
 
 from gristmill.jobs.errors import RefusedError, StoreError
 from gristmill.jobs.records import CleanReport
@@ -61,30 +62,29 @@ class Ends:
 
     def drain_stopped(self) -> list[str]:
         """Cancels what nobody alive runs of the queue's stopped jobs; the ids of those that ended now."""
-        with self._database.read() as (connection, _):
-            stopped = jobs.c.state == JobState.CANCELLING, jobs.c.runner == Runner.WORKERS
-            job_ids = connection.scalars(select(jobs.c.id).where(*stopped).order_by(jobs.c.id)).all()
-        ended = []
-        for job_id in job_ids:
-            with self._database.write() as (connection, now):
-                if _drain(connection, job_id, now):
-                    ended.append(job_id)
-        return ended
+        return self._change_each(lambda _: [jobs.c.state == JobState.CANCELLING], _drain)
 
     def expire(self) -> list[str]:
         """Stops the queue's jobs whose deadline has passed; their ids."""
+        return self._change_each(
+            lambda now: [jobs.c.state.in_(_STOPPABLE), jobs.c.deadline_at <= now], _expire
+        )
+
+    def _change_each(
+        self,
+        where: Callable[[float], list[ColumnElement[bool]]],
+        change: Callable[[Connection, str, float], bool],
+    ) -> list[str]:
+        """The ids of the queue's jobs that `where` finds now and `change` changed, in a transaction each."""
         with self._database.read() as (connection, now):
-            late = jobs.c.state.in_(_STOPPABLE), jobs.c.runner == Runner.WORKERS, jobs.c.deadline_at <= now
-            job_ids = connection.scalars(select(jobs.c.id).where(*late).order_by(jobs.c.id)).all()
-        expired = []
+            found = select(jobs.c.id).where(jobs.c.runner == Runner.WORKERS, *where(now))
+            job_ids = connection.scalars(found.order_by(jobs.c.id)).all()
+        changed = []
         for job_id in job_ids:
             with self._database.write() as (connection, now):
-                row = lock_job(connection, job_id)  # a resume may have lifted the deadline meanwhile
-                if row is None or row.deadline_at is None or row.deadline_at > now:
-                    continue
-                if _stop(connection, job_id, JobState.EXPIRED, "its deadline passed", now):
-                    expired.append(job_id)
-        return expired
+                if change(connection, job_id, now):
+                    changed.append(job_id)
+        return changed
 
     def stop_if_too_many_errors(self, job_id: str, max_errors: int) -> bool:
         """Stops the job as failed when more than `max_errors` of its committed rows are errors.
@@ -162,14 +162,12 @@ class Ends:
                 old = select(jobs.c.id).where(jobs.c.id == job_id, *_is_old(now - older_than_s))
                 if connection.scalar(old.with_for_update(key_share=True)) is None:
                     return False
-                query = select(shards.c.id).where(shards.c.job_id == job_id, shards.c.id > last_id)
-                chunk = connection.scalars(query.order_by(shards.c.id).limit(_DELETE_SHARDS)).all()
+                rest = select(shards.c.id).where(shards.c.job_id == job_id, shards.c.id > last_id)
+                chunk = connection.scalars(rest.order_by(shards.c.id).limit(_DELETE_SHARDS)).all()
                 if chunk:
-                    first_id, last_id = chunk[0], chunk[-1]
-                    some = select(shards.c.id).where(
-                        shards.c.job_id == job_id, shards.c.id.between(first_id, last_id)
-                    )
-                    connection.execute(delete(attempts).where(attempts.c.shard_id.in_(some)))
+                    last_id = chunk[-1]
+                    some = attempts.c.shard_id.in_(rest.where(shards.c.id <= last_id))
+                    connection.execute(delete(attempts).where(some))
                     continue
                 for table in (shards, plan_pieces, events):
                     connection.execute(delete(table).where(table.c.job_id == job_id))
@@ -195,6 +193,14 @@ def _drain(connection: Connection, job_id: str, now: float) -> bool:
     if has_shards(connection, job_id, [ShardState.RUNNING]):
         return False
     return end_job(connection, job_id, JobState(row.stopping_as or JobState.CANCELLED), now)
+
+
+def _expire(connection: Connection, job_id: str, now: float) -> bool:
+    """Stops a job at its deadline; False when a resume has lifted that meanwhile."""
+    row = lock_job(connection, job_id)
+    if row is None or row.deadline_at is None or row.deadline_at > now:
+        return False
+    return _stop(connection, job_id, JobState.EXPIRED, "its deadline passed", now)
 
 
 def _lock_ended(connection: Connection, job_id: str) -> Row[Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from sqlalchemy import exists, select, update
+from sqlalchemy import exists, select
 
 from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import FinalizeClaim
 from gristmill.jobs.states import TERMINAL_SHARD_STATES, JobState, Runner, ShardState
 from gristmill.jobs.store.database import Database
-from gristmill.jobs.store.job_rows import credit_time, end_job, enter_state, is_held, lock_job
+from gristmill.jobs.store.job_rows import change_job, credit_time, end_job, enter_state, is_held, lock_job
 from gristmill.jobs.store.models import jobs, shards
 from gristmill.jobs.store.shard_rows import has_shards
 
@@ -42,18 +42,15 @@ class Finalizing:
             is_free = not is_held(row.finalize_owner, row.finalize_lease_until, now)
             if not is_free and row.finalize_owner != owner.to_text():
                 return None
-            connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
+            change_job(connection, job_id, values)
             return FinalizeClaim(job_id, fence, owner)
 
     def renew(self, claim: FinalizeClaim) -> bool:
         """Renews the lease of a long finalization; False when another process took it over."""
         with self._database.write() as (connection, now):
             newest = jobs.c.state == JobState.FINALIZING, jobs.c.finalize_fence == claim.fence
-            change = update(jobs).where(jobs.c.id == claim.job_id, *newest)
-            return (
-                connection.execute(change.values(finalize_lease_until=now + self._database.lease_s)).rowcount
-                == 1
-            )
+            values = {"finalize_lease_until": now + self._database.lease_s}
+            return change_job(connection, claim.job_id, values, *newest)
 
     def complete(self, claim: FinalizeClaim, state: JobState, message: str | None = None) -> bool:
         """Ends the job as completed or failed; False when the claim is not the newest."""

@@ -19,9 +19,9 @@ from gristmill.jobs.states import (
     Runner,
     ShardState,
 )
-from gristmill.jobs.store.job_rows import add_event, end_job
+from gristmill.jobs.store.job_rows import add_event, change_job, end_job
 from gristmill.jobs.store.models import attempts, jobs, shards
-from gristmill.jobs.store.shard_rows import is_abandoned
+from gristmill.jobs.store.shard_rows import find_abandoned, load_running
 
 _PENDING = tuple(state for state in JobState if state not in TERMINAL_JOB_STATES)
 _STARTED = tuple(state for state in _PENDING if state is not JobState.VALIDATING)
@@ -69,15 +69,9 @@ def replace_jobs(
         check_holder(other, owner, now, lease_s)
         if other.runner == Runner.WORKERS:
             _check_workers(connection, other, now)
-        end_job(
-            connection,
-            other.id,
-            JobState.CANCELLED,
-            now,
-            f"its output folder was given to {job_id}",
-            before=_PENDING,
-        )
-        connection.execute(update(jobs).where(jobs.c.id == other.id).values(owner=None))
+        message = f"its output folder was given to {job_id}"
+        end_job(connection, other.id, JobState.CANCELLED, now, message, before=_PENDING)
+        change_job(connection, other.id, {"owner": None})
         running = select(shards.c.id).where(shards.c.job_id == other.id, shards.c.state == ShardState.RUNNING)
         ended = attempts.c.shard_id.in_(running), attempts.c.outcome == AttemptOutcome.RUNNING
         connection.execute(update(attempts).where(*ended).values(outcome=AttemptOutcome.LOST, ended_at=now))
@@ -89,11 +83,10 @@ def replace_jobs(
 
 def _check_workers(connection: Connection, job: Row[Any], now: float) -> None:
     """Raises JobIsLive when a worker runs a shard of the job, plans it or finalizes it."""
-    running = shards.c.job_id == job.id, shards.c.state == ShardState.RUNNING
-    abandoned = is_abandoned(connection, job.id, now)
-    query = select(shards.c.owner).where(*running, ~abandoned).limit(1)
+    running = load_running(connection, [job.id])
+    abandoned = find_abandoned(running, now)
     owners = [
-        connection.scalar(query),
+        *(shard.owner for shard in running if shard not in abandoned),
         job.plan_owner if (job.plan_lease_until or 0.0) >= now else None,
         job.finalize_owner if (job.finalize_lease_until or 0.0) >= now else None,
     ]

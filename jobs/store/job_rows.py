@@ -33,6 +33,12 @@ AT_REST: Mapping[str, Any] = {
     "notices_sent": 0,
     "notice_due_at": None,
 }
+# Of a JobRecord, those that are as its columns hold them.
+_PLAIN_FIELDS = (
+    *("message", "identity", "fingerprint", "model", "output", "spec", "num_rows", "num_shards"),
+    *("created_at", "started_at", "finished_at", "owner_seen_at", "dtype", "prefix_key", "idempotency_key"),
+    *("not_before", "deadline_at", "on_complete"),
+)
 _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: sorts as it counts, and reads aloud
 _INSERT_ROWS = 2000
 
@@ -79,10 +85,24 @@ def load_state(connection: Connection, job_id: str) -> JobState:
     return JobState(state)
 
 
+def change_job(
+    connection: Connection, job_id: str, values: Mapping[str, Any], *where: ColumnElement[bool]
+) -> bool:
+    """The UPDATE of one job's row; False when it isn't, or is no longer, as `where` says."""
+    change = update(jobs).where(jobs.c.id == job_id, *where).values(**values)
+    return connection.execute(change).rowcount == 1
+
+
 def lock_job(connection: Connection, job_id: str) -> Row[Any] | None:
     """The job's row as it is now, which no other transaction changes before this one ends."""
     query = select(jobs).where(jobs.c.id == job_id).with_for_update(key_share=True)
     return connection.execute(query).one_or_none()
+
+
+def lock_validating(connection: Connection, job_id: str) -> Row[Any] | None:
+    """The row of a job that is to be planned, locked; None for any other."""
+    row = lock_job(connection, job_id)
+    return row if row is not None and row.state == JobState.VALIDATING else None
 
 
 def lock_output(connection: Connection, output: str) -> None:
@@ -93,35 +113,19 @@ def lock_output(connection: Connection, output: str) -> None:
 
 def build_job(row: Row[Any]) -> JobRecord:
     """A row of select_jobs() as a value."""
+    as_they_are = {name: row._mapping[name] for name in _PLAIN_FIELDS}
     return JobRecord(
+        **as_they_are,
         job_id=row.id,
         state=JobState(row.state),
-        message=row.message,
-        identity=row.identity,
-        fingerprint=row.fingerprint,
-        model=row.model,
-        output=row.output,
-        spec=row.spec,
         sources=tuple(Source(**source) for source in row.sources),
         part_schema=bytes(row.part_schema),
-        num_rows=row.num_rows,
-        num_shards=row.num_shards,
         rows_committed=int(row.rows_committed),
-        created_at=row.created_at,
-        started_at=row.started_at,
-        finished_at=row.finished_at,
         owner=Owner.from_text(row.owner) if row.owner else None,
-        owner_seen_at=row.owner_seen_at,
         runner=Runner(row.runner),
         columns=tuple(row.columns),
-        dtype=row.dtype,
         priority=PRIORITIES[row.priority],
-        prefix_key=row.prefix_key,
-        idempotency_key=row.idempotency_key,
-        not_before=row.not_before,
-        deadline_at=row.deadline_at,
         stopping_as=JobState(row.stopping_as) if row.stopping_as else None,
-        on_complete=row.on_complete,
     )
 
 
@@ -145,20 +149,7 @@ def plan_figures(plan: Plan, regrouped: Mapping[str, Any] | None) -> dict[str, A
 
 def insert_shards(connection: Connection, job_id: str, ranges: Iterable[ShardRange]) -> None:
     """One queued shard for each range; a chunk at a time, since a job may have 100,000."""
-    rows = (
-        {
-            "job_id": job_id,
-            "state": ShardState.QUEUED,
-            "shard_index": shard.shard_index,
-            "source_index": shard.source_index,
-            "first_row": shard.first_row,
-            "num_rows": shard.num_rows,
-            "num_records": shard.num_records,
-            "byte_offset": shard.byte_offset,
-            "byte_size": shard.byte_size,
-        }
-        for shard in ranges
-    )
+    rows = ({"job_id": job_id, "state": ShardState.QUEUED, **asdict(shard)} for shard in ranges)
     while chunk := list(islice(rows, _INSERT_ROWS)):
         connection.execute(insert(shards), chunk)
 
@@ -207,8 +198,7 @@ def add_job_stats(connection: Connection, job_id: str, stats: JobStats) -> None:
 
     The percentiles go into columns of their own, for people who write SQL.
     """
-    is_job = jobs.c.id == job_id
-    query = select(jobs.c.stats).where(is_job).with_for_update(key_share=True)
+    query = select(jobs.c.stats).where(jobs.c.id == job_id).with_for_update(key_share=True)
     total = JobStats.from_json(connection.scalar(query))
     total.merge(stats)
     percentiles = {
@@ -216,7 +206,7 @@ def add_job_stats(connection: Connection, job_id: str, stats: JobStats) -> None:
         for measure, values in total.percentiles().items()
         for label, value in values.items()
     }
-    connection.execute(update(jobs).where(is_job).values(stats=total.to_json(), **percentiles))
+    change_job(connection, job_id, {"stats": total.to_json(), **percentiles})
 
 
 def is_held(owner: str | None, lease_until: float | None, now: float) -> bool:
@@ -244,11 +234,8 @@ def credit_time(connection: Connection, job_id: str, owner: Owner, now: float, l
     credit = case((or_(~is_working, passed < 0), 0.0), (passed > lease_s, lease_s), else_=passed)
     works = or_(jobs.c.owner == owner.to_text(), and_(jobs.c.runner == Runner.WORKERS, is_working))
     seen_at = case((jobs.c.owner_seen_at > now, jobs.c.owner_seen_at), else_=now)
-    connection.execute(
-        update(jobs)
-        .where(jobs.c.id == job_id, works)
-        .values(active_s=jobs.c.active_s + credit, owner_seen_at=seen_at, lease_s=lease_s)
-    )
+    values = {"active_s": jobs.c.active_s + credit, "owner_seen_at": seen_at, "lease_s": lease_s}
+    change_job(connection, job_id, values, works)
 
 
 def add_event(
@@ -267,8 +254,7 @@ def _change_state(
     where: Sequence[ColumnElement[bool]],
 ) -> bool:
     allowed = JOB_STATES_BEFORE[state] if before is None else before
-    change = update(jobs).where(jobs.c.id == job_id, jobs.c.state.in_(allowed), *where)
-    return connection.execute(change.values(state=state, **values)).rowcount == 1
+    return change_job(connection, job_id, {"state": state, **values}, jobs.c.state.in_(allowed), *where)
 
 
 def _no_job(job_id: str) -> StoreError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import and_, case, insert, update
+from sqlalchemy import Select, and_, case, insert, update
 
 from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.owner import Owner
@@ -115,16 +115,16 @@ class Jobs:
 
     def newest(self, limit: int = 50) -> list[JobRecord]:
         """The newest jobs, newest first."""
-        query = select_jobs().order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit)
-        with self._database.read() as (connection, _):
-            return [build_job(row) for row in connection.execute(query)]
+        return self._load(select_jobs().limit(limit))
 
     def of_output(self, output: str) -> list[JobRecord]:
         """All jobs of an output, newest first."""
-        query = select_jobs().where(jobs.c.output == normal_output(output))
+        return self._load(select_jobs().where(jobs.c.output == normal_output(output)))
+
+    def _load(self, query: Select[Any]) -> list[JobRecord]:
         with self._database.read() as (connection, _):
-            rows = connection.execute(query.order_by(jobs.c.created_at.desc(), jobs.c.id.desc())).all()
-        return [build_job(row) for row in rows]
+            rows = connection.execute(query.order_by(jobs.c.created_at.desc(), jobs.c.id.desc()))
+            return [build_job(row) for row in rows]
 
     def hold(self, job_id: str, owner: Owner) -> None:
         """Makes `owner` the one process that runs the job. Raises JobIsLive while another one does."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Row, select, update
+from sqlalchemy import Row, select
 
 from gristmill.jobs.records import Notice
 from gristmill.jobs.states import TERMINAL_JOB_STATES
 from gristmill.jobs.store.database import Database
+from gristmill.jobs.store.job_rows import change_job
 from gristmill.jobs.store.models import job_progress, jobs
 
-CALLBACK_QUEUE = "gristmill.callbacks"
+CALLBACK_QUEUE = "gristmill.callbacks"  # of on_complete tasks that name no queue
 NOTICE_DELAYS_S = (15.0, 60.0, 300.0, 1800.0, 7200.0, 43200.0)  # between a notice and the next one
 _FIGURES = ("rows", "completed", "failed", "skipped", "not_run")
 
@@ -41,14 +42,12 @@ class Notices:
         with self._database.write() as (connection, now):
             due = jobs.c.notices_sent == number - 1, jobs.c.notice_due_at.is_not(None)
             values = {"notices_sent": number, "notice_due_at": None if delay is None else now + delay}
-            change = update(jobs).where(jobs.c.id == job_id, *due)
-            return connection.execute(change.values(values)).rowcount == 1
+            return change_job(connection, job_id, values, *due)
 
     def acknowledge(self, job_id: str) -> bool:
         """Ends the notices of a job: its submitter knows. False when none was to come."""
         with self._database.write() as (connection, _):
-            change = update(jobs).where(jobs.c.id == job_id, jobs.c.notice_due_at.is_not(None))
-            return connection.execute(change.values(notice_due_at=None)).rowcount == 1
+            return change_job(connection, job_id, {"notice_due_at": None}, jobs.c.notice_due_at.is_not(None))
 
 
 def _build_notice(row: Row[Any]) -> Notice:

@@ -6,29 +6,19 @@ A piece has no lease: it may be planned twice, and is saved once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import Any
 
 from sqlalchemy import Connection, Row, exists, insert, select, update
 
 from gristmill.jobs.records import LoadedPiece, PieceRecord
-from gristmill.jobs.source import Source
+from gristmill.jobs.source import PlanPiece, Source
 from gristmill.jobs.states import JobState, Runner
 from gristmill.jobs.store.database import Database
-from gristmill.jobs.store.job_rows import lock_job, plan_values
+from gristmill.jobs.store.job_rows import change_job, lock_validating, plan_values
 from gristmill.jobs.store.models import jobs, plan_pieces
 
 PIECES_AGAIN_S = 10.0  # after so long without a saved piece, the messages are taken for lost
-
-
-class Piece(Protocol):
-    """What plan_pieces.cut_pieces gives: a source, or a byte range of it."""
-
-    @property
-    def source_index(self) -> int: ...
-    @property
-    def byte_offset(self) -> int: ...
-    @property
-    def byte_size(self) -> int: ...
 
 
 class Pieces:
@@ -44,27 +34,19 @@ class Pieces:
         columns: Sequence[str],
         part_schema: bytes,
         identity: str,
-        pieces: Sequence[Piece],
+        pieces: Sequence[PlanPiece],
     ) -> bool:
         """Keeps what the pieces' planners need; False when the job has pieces or is not to be planned."""
         with self._database.write() as (connection, now):
-            row = lock_job(connection, job_id)
-            if row is None or row.state != JobState.VALIDATING or has_pieces(connection, job_id):
+            if lock_validating(connection, job_id) is None or has_pieces(connection, job_id):
                 return False
             rows = [
-                {
-                    "job_id": job_id,
-                    "piece_index": index,
-                    "source_index": piece.source_index,
-                    "byte_offset": piece.byte_offset,
-                    "byte_size": piece.byte_size,
-                }
+                {"job_id": job_id, "piece_index": index, **asdict(piece)}
                 for index, piece in enumerate(pieces)
             ]
             connection.execute(insert(plan_pieces), rows)
             values = plan_values(sources, columns, part_schema, identity)
-            values |= {"plan_owner": None, "plan_lease_until": now + PIECES_AGAIN_S}
-            connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
+            change_job(connection, job_id, values | _send_again(now))
             return True
 
     def load(self, job_id: str, piece_index: int) -> LoadedPiece | None:
@@ -80,14 +62,12 @@ class Pieces:
     def save(self, job_id: str, piece_index: int, ranges: str) -> bool:
         """Keeps the ranges of one piece; True when all pieces have theirs, and the job can start."""
         with self._database.write() as (connection, now):
-            row = lock_job(connection, job_id)  # of two last pieces one must see the other
-            if row is None or row.state != JobState.VALIDATING:
+            if lock_validating(connection, job_id) is None:  # of two last pieces one must see the other
                 return False
             empty = plan_pieces.c.job_id == job_id, plan_pieces.c.ranges.is_(None)
             change = update(plan_pieces).where(*empty, plan_pieces.c.piece_index == piece_index)
             connection.execute(change.values(ranges=ranges))
-            going_on = update(jobs).where(jobs.c.id == job_id)
-            connection.execute(going_on.values(plan_lease_until=now + PIECES_AGAIN_S))
+            change_job(connection, job_id, {"plan_lease_until": now + PIECES_AGAIN_S})
             is_left = connection.scalar(select(exists().where(*empty)))
             return not is_left and has_pieces(connection, job_id)
 
@@ -116,10 +96,8 @@ class Pieces:
         found: list[tuple[str, int]] = []
         for job_id in job_ids:
             with self._database.write() as (connection, now):
-                still = jobs.c.id == job_id, *is_unplanned(), jobs.c.plan_lease_until < now
-                again = {"plan_owner": None, "plan_lease_until": now + PIECES_AGAIN_S}
-                change = update(jobs).where(*still).values(again)
-                if connection.execute(change).rowcount == 0:
+                late = jobs.c.plan_lease_until < now
+                if not change_job(connection, job_id, _send_again(now), *is_unplanned(), late):
                     continue
             pieces = self.load_all(job_id)
             unplanned = [piece for piece in pieces if piece.ranges is None]
@@ -129,6 +107,10 @@ class Pieces:
 
 def is_unplanned() -> list[Any]:
     return [jobs.c.state == JobState.VALIDATING, jobs.c.runner == Runner.WORKERS]
+
+
+def _send_again(now: float) -> dict[str, Any]:
+    return {"plan_owner": None, "plan_lease_until": now + PIECES_AGAIN_S}
 
 
 def has_pieces(connection: Connection, job_id: str) -> bool:

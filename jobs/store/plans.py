@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, exists, func, select, update
+from sqlalchemy import Connection, Row, exists, func, select
 
-from gristmill.jobs.errors import RefusedError, StoreError
+from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import JobRecord
 from gristmill.jobs.source import Plan, Source
@@ -20,13 +20,14 @@ from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.folder_rows import check_free, check_newest, replace_jobs
 from gristmill.jobs.store.job_rows import (
     add_event,
+    change_job,
     end_job,
     enter_state,
     insert_shards,
     is_held,
     load_job,
-    lock_job,
     lock_output,
+    lock_validating,
     plan_figures,
     plan_values,
 )
@@ -45,19 +46,14 @@ class Plans:
     def claim(self, job_id: str, owner: Owner) -> JobRecord | None:
         """The right to plan a submitted job, for a lease; None when it is planned, or somebody is at it."""
         with self._database.write() as (connection, now):
-            row = lock_job(connection, job_id)
-            if (
-                row is None
-                or row.state != JobState.VALIDATING
-                or is_held(row.plan_owner, row.plan_lease_until, now)
-            ):
+            row = lock_validating(connection, job_id)
+            if row is None or is_held(row.plan_owner, row.plan_lease_until, now):
                 return None
             if has_pieces(connection, job_id):
                 return None
             if row.plan_owner is not None and _is_deadly(connection, row, now):
                 return None
-            values = {"plan_owner": owner.to_text(), "plan_lease_until": now + self._database.lease_s}
-            connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
+            self._lease(connection, job_id, owner, now)
             return load_job(connection, job_id)
 
     def renew(self, job_id: str, owner: Owner) -> bool:
@@ -93,7 +89,7 @@ class Plans:
         Raises RefusedError when another job is at work in its output folder.
         """
         with self._database.write() as (connection, now):
-            row = _lock_validating(connection, job_id)
+            row = _lock_output_and_job(connection, job_id)
             if row is None:
                 return False
             check_free(connection, row)
@@ -119,7 +115,7 @@ class Plans:
         this one was stopped.
         """
         with self._database.write() as (connection, now):
-            row = _lock_validating(connection, job_id)
+            row = _lock_output_and_job(connection, job_id)
             if row is None:
                 raise RefusedError(f"job {job_id} was stopped before it was planned")
             check_newest(connection, row)
@@ -127,8 +123,11 @@ class Plans:
 
     def _change_plan(self, connection: Connection, job_id: str, owner: Owner, **values: Any) -> bool:
         mine = jobs.c.state == JobState.VALIDATING, jobs.c.plan_owner == owner.to_text()
-        change = update(jobs).where(jobs.c.id == job_id, *mine).values(values)
-        return connection.execute(change).rowcount == 1
+        return change_job(connection, job_id, values, *mine)
+
+    def _lease(self, connection: Connection, job_id: str, owner: Owner, now: float) -> None:
+        values = {"plan_owner": owner.to_text(), "plan_lease_until": now + self._database.lease_s}
+        change_job(connection, job_id, values)
 
     def claim_start(self, job_id: str, owner: Owner) -> bool:
         """The right to start a job whose pieces are all planned, for a lease that renew renews.
@@ -136,13 +135,12 @@ class Plans:
         False when it is started, or somebody is at it: also another thread of the process that asks.
         """
         with self._database.write() as (connection, now):
-            row = lock_job(connection, job_id)
-            if row is None or row.state != JobState.VALIDATING:
+            row = lock_validating(connection, job_id)
+            if row is None:
                 return False
             if row.plan_owner is not None and is_held(row.plan_owner, row.plan_lease_until, now):
                 return False
-            values = {"plan_owner": owner.to_text(), "plan_lease_until": now + self._database.lease_s}
-            connection.execute(update(jobs).where(jobs.c.id == job_id).values(values))
+            self._lease(connection, job_id, owner, now)
             return True
 
     def waiting(self) -> list[str]:
@@ -168,11 +166,7 @@ def _is_deadly(connection: Connection, job: Row[Any], now: float) -> bool:
     return end_job(connection, job.id, JobState.FAILED, now, message, before=[JobState.VALIDATING])
 
 
-def _lock_validating(connection: Connection, job_id: str) -> Row[Any] | None:
+def _lock_output_and_job(connection: Connection, job_id: str) -> Row[Any] | None:
     """The row of a job that is to be planned, locked after its output folder."""
-    output = connection.scalar(select(jobs.c.output).where(jobs.c.id == job_id))
-    if output is None:
-        raise StoreError(f"there is no job {job_id} in this database: `gristmill list` shows those there are")
-    lock_output(connection, output)
-    row = lock_job(connection, job_id)
-    return row if row is not None and row.state == JobState.VALIDATING else None
+    lock_output(connection, load_job(connection, job_id).output)
+    return lock_validating(connection, job_id)

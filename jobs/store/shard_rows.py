@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, select, update
 
 from gristmill.jobs.owner import Owner, is_dead
 from gristmill.jobs.records import PartFile, ShardClaim
@@ -60,14 +61,7 @@ def added_counts(row: Row[Any], counts: ShardCounts) -> dict[str, Any]:
 
 
 def part_values(part: PartFile) -> dict[str, Any]:
-    return {
-        "part_path": part.path,
-        "part_attempt": part.attempt,
-        "part_rows": part.rows,
-        "part_bytes": part.bytes,
-        "part_sha256": part.sha256,
-        "published_at": None,
-    }
+    return {f"part_{name}": value for name, value in asdict(part).items()} | {"published_at": None}
 
 
 def check_rows(values: Mapping[str, Any], rows_in_part: int, num_rows: int | None) -> None:
@@ -77,15 +71,7 @@ def check_rows(values: Mapping[str, Any], rows_in_part: int, num_rows: int | Non
 
 
 def build_range(row: Row[Any]) -> ShardRange:
-    return ShardRange(
-        shard_index=row.shard_index,
-        source_index=row.source_index,
-        first_row=row.first_row,
-        num_rows=row.num_rows,
-        num_records=row.num_records,
-        byte_offset=row.byte_offset,
-        byte_size=row.byte_size,
-    )
+    return ShardRange(**{item.name: getattr(row, item.name) for item in fields(ShardRange)})
 
 
 def build_part(row: Row[Any]) -> PartFile | None:
@@ -94,22 +80,36 @@ def build_part(row: Row[Any]) -> PartFile | None:
     return PartFile(row.part_path, row.part_attempt, row.part_rows, row.part_bytes, row.part_sha256)
 
 
-def is_abandoned(connection: Connection, job_id: str, now: float) -> ColumnElement[bool]:
-    """The condition for a running shard whose owner is dead on this host, or whose lease ran out."""
-    running = and_(shards.c.job_id == job_id, shards.c.state == ShardState.RUNNING)
-    owners = connection.scalars(select(shards.c.owner).where(running).distinct()).all()
-    dead = [text for text in owners if is_dead(Owner.from_text(text))]
-    return and_(running, or_(shards.c.lease_until < now, shards.c.owner.in_(dead)))
+def load_running(connection: Connection, job_ids: Sequence[str]) -> Sequence[Any]:
+    """Who runs which shard of these jobs, lowest shard first."""
+    columns = shards.c.job_id, shards.c.id, shards.c.shard_index, shards.c.fence, shards.c.owner
+    running = shards.c.job_id.in_(job_ids), shards.c.state == ShardState.RUNNING
+    query = select(*columns, shards.c.lease_until).where(*running)
+    return connection.execute(query.order_by(shards.c.shard_index)).all()
+
+
+def find_abandoned(running: Sequence[Any], now: float) -> list[Any]:
+    """Those whose lease is over, and those whose owner is dead on this host."""
+    dead = {text for text in {shard.owner for shard in running} if is_dead(Owner.from_text(text))}
+    return [shard for shard in running if shard.lease_until < now or shard.owner in dead]
+
+
+def is_unchanged(shard: Any) -> ColumnElement[bool]:
+    """The condition for a row of load_running that nobody renewed, ended or took since."""
+    return and_(
+        shards.c.id == shard.id,
+        shards.c.state == ShardState.RUNNING,
+        shards.c.fence == shard.fence,
+        shards.c.lease_until == shard.lease_until,
+    )
 
 
 def drop_shards(connection: Connection, job_id: str, now: float) -> None:
     """Queued shards become cancelled, and running ones that nobody alive runs."""
-    abandoned = is_abandoned(connection, job_id, now)
-    query = select(shards.c.id, shards.c.fence).where(abandoned).order_by(shards.c.id)
-    for row in connection.execute(query.with_for_update(key_share=True)).all():
-        end_attempt(connection, row.id, row.fence, AttemptOutcome.LOST, now)
-        change = update(shards).where(shards.c.id == row.id)
-        connection.execute(change.values(state=ShardState.CANCELLED, owner=None, lease_until=None))
+    dropped = {"state": ShardState.CANCELLED, "owner": None, "lease_until": None}
+    for shard in find_abandoned(load_running(connection, [job_id]), now):
+        if connection.execute(update(shards).where(is_unchanged(shard)).values(dropped)).rowcount == 1:
+            end_attempt(connection, shard.id, shard.fence, AttemptOutcome.LOST, now)
     queued = update(shards).where(shards.c.job_id == job_id, shards.c.state == ShardState.QUEUED)
     connection.execute(queued.values(state=ShardState.CANCELLED))
 

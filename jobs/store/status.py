@@ -14,6 +14,10 @@ from gristmill.jobs.stats import JobStats, merge_stats
 from gristmill.jobs.store.job_rows import load_job
 from gristmill.jobs.store.models import events, job_progress, jobs, shards, workers
 
+_OF_JOB = (  # what a JobStatus repeats of the JobRecord
+    *("message", "model", "output", "fingerprint", "created_at", "started_at", "finished_at"),
+    *("priority", "idempotency_key", "not_before", "deadline_at"),
+)
 _LEARN_FROM_JOBS = 20
 _MIN_LEARN_S = 5.0
 _MIN_LEARN_ROWS = 64
@@ -34,15 +38,9 @@ def load_status(connection: Connection, job_id: str, now: float, lease_s: float)
     cached_share = figures.pop("cached_share")
     return JobStatus(
         **figures,
+        **{name: getattr(job, name) for name in _OF_JOB},
         state=job.state.value,
-        message=job.message,
-        model=job.model,
-        output=job.output,
-        fingerprint=job.fingerprint,
         owner=str(job.owner) if job.owner and not is_dead(job.owner) else None,
-        created_at=job.created_at,
-        started_at=job.started_at,
-        finished_at=job.finished_at,
         errors_by_code=dict(sorted(stats.errors_by_code.items())),
         finish_reasons=dict(sorted(stats.finish_reasons.items())),
         saved_tokens_share=cached_share,
@@ -52,10 +50,6 @@ def load_status(connection: Connection, job_id: str, now: float, lease_s: float)
         percentiles=stats.percentiles(),
         shards={state: count for state, count in counts.items() if count},
         runner=job.runner.value,
-        priority=job.priority,
-        idempotency_key=job.idempotency_key,
-        not_before=job.not_before,
-        deadline_at=job.deadline_at,
         num_workers=len({row.owner for row in running}),
         is_live=_is_live(connection, job, [row.lease_until for row in running], now, lease_s),
         regrouped=_load_regrouped(connection, job_id),

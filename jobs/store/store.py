@@ -6,7 +6,6 @@ Every change of a state is a conditional UPDATE, so two callers never both belie
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Self
 
 from gristmill.jobs.store.claims import Claims
@@ -23,21 +22,21 @@ from gristmill.jobs.store.submissions import Submissions
 from gristmill.jobs.store.workers import Workers
 
 
-@dataclass(frozen=True, slots=True)
 class Store:
     """All that is asked of the job database. Safe for several threads; close it at the end."""
 
-    database: Database
-    jobs: Jobs
-    submissions: Submissions
-    plans: Plans
-    pieces: Pieces
-    claims: Claims
-    shards: Shards
-    finalizing: Finalizing
-    ends: Ends
-    notices: Notices
-    workers: Workers
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.jobs = Jobs(database)
+        self.submissions = Submissions(database)
+        self.plans = Plans(database)
+        self.pieces = Pieces(database)
+        self.claims = Claims(database)
+        self.shards = Shards(database)
+        self.finalizing = Finalizing(database)
+        self.ends = Ends(database)
+        self.notices = Notices(database)
+        self.workers = Workers(database)
 
     def close(self) -> None:
         """Closes all connections."""
@@ -52,21 +51,4 @@ class Store:
 
 def open_store(url: str, clock: Callable[[], float] | None = None, lease_s: float = LEASE_S) -> Store:
     """The store of a database, its schema migrated; `clock` replaces the database's time in tests."""
-    return build_store(Database(connect_database(url), clock, lease_s))
-
-
-def build_store(database: Database) -> Store:
-    """The store's subjects over one database."""
-    return Store(
-        database=database,
-        jobs=Jobs(database),
-        submissions=Submissions(database),
-        plans=Plans(database),
-        pieces=Pieces(database),
-        claims=Claims(database),
-        shards=Shards(database),
-        finalizing=Finalizing(database),
-        ends=Ends(database),
-        notices=Notices(database),
-        workers=Workers(database),
-    )
+    return Store(Database(connect_database(url), clock, lease_s))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Row, insert, select, update
+from sqlalchemy import Connection, Row, insert, select, update
 
 from gristmill.jobs.owner import Owner, is_dead
 from gristmill.jobs.records import WorkerModel, WorkerRecord
 from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.job_rows import clean_text
 from gristmill.jobs.store.models import workers
+
+# Of a WorkerRecord, those that are as its columns hold them.
+_PLAIN_FIELDS = "version num_shards num_rows_in_flight started_at seen_at stopped_at message".split()
 
 
 class Workers:
@@ -36,8 +39,7 @@ class Workers:
                 "stopped_at": None,
                 "message": None,
             }
-            known = update(workers).where(workers.c.id == worker_id).values(values)
-            if connection.execute(known).rowcount == 0:
+            if not _change(connection, worker_id, values):
                 connection.execute(insert(workers).values(id=worker_id, **values))
 
     def beat(
@@ -45,22 +47,26 @@ class Workers:
     ) -> bool:
         """A worker still runs; False when the database does not know it: register it again."""
         with self._database.write() as (connection, now):
-            change = update(workers).where(workers.c.id == worker_id)
             values = {
                 "models": [model._asdict() for model in models],
                 "num_shards": num_shards,
                 "num_rows_in_flight": num_rows_in_flight,
                 "seen_at": now,
             }
-            return connection.execute(change.values(values)).rowcount == 1
+            return _change(connection, worker_id, values)
 
     def stop(self, worker_id: str, message: str | None = None) -> None:
         """A worker ends; `message` says why where nobody asked for it."""
         text = None if message is None else clean_text(message)
         with self._database.write() as (connection, now):
-            change = update(workers).where(workers.c.id == worker_id)
-            values = {"stopped_at": now, "seen_at": now, "message": text}
-            connection.execute(change.values(num_shards=0, num_rows_in_flight=0, **values))
+            values = {
+                "num_shards": 0,
+                "num_rows_in_flight": 0,
+                "stopped_at": now,
+                "seen_at": now,
+                "message": text,
+            }
+            _change(connection, worker_id, values)
 
     def load_all(self) -> list[WorkerRecord]:
         """All workers that are remembered, the newest first."""
@@ -78,20 +84,19 @@ class Workers:
         return found
 
 
+def _change(connection: Connection, worker_id: str, values: Mapping[str, Any]) -> bool:
+    change = update(workers).where(workers.c.id == worker_id).values(**values)
+    return connection.execute(change).rowcount == 1
+
+
 def _build_worker(row: Row[Any], now: float) -> WorkerRecord:
     owner = Owner.from_text(row.owner)
     return WorkerRecord(
+        **{name: row._mapping[name] for name in _PLAIN_FIELDS},
         worker_id=row.id,
         owner=owner,
-        version=row.version,
         state=_state(row, owner, now),
         models=tuple(WorkerModel(**model) for model in row.models),
-        num_shards=row.num_shards,
-        num_rows_in_flight=row.num_rows_in_flight,
-        started_at=row.started_at,
-        seen_at=row.seen_at,
-        stopped_at=row.stopped_at,
-        message=row.message,
     )
 
 

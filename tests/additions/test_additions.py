@@ -44,6 +44,6 @@ def test_an_addition_works_and_touches_few_files(name: str, repo_root: Path, tmp
 
 
 def test_every_kind_of_addition_is_here() -> None:
-    kinds = {"column_format", "device", "option", "sampling_parameter"}
+    kinds = {"architecture", "column_format", "device", "option", "sampling_parameter"}
     assert kinds <= set(ADDITIONS)
     assert {path.stem.removesuffix("_check") for path in HERE.glob("*_check.py")} == set(ADDITIONS)

@@ -18,9 +18,9 @@ from gristmill.jobs.output.parts import strip_errors, write_attempt
 from gristmill.jobs.output.publishing import publish_part
 from gristmill.jobs.output.schema import build_part_schema
 from gristmill.jobs.owner import Owner, current_owner
-from gristmill.jobs.records import JobRecord, ModelOffer, PartFile, PieceRecord, ShardClaim, offer_for
+from gristmill.jobs.records import JobRecord, ModelOffer, PartFile, ShardClaim, offer_for
 from gristmill.jobs.results import Result
-from gristmill.jobs.source import Plan, ShardRange, Source
+from gristmill.jobs.source import Plan, PlanPiece, ShardRange, Source
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import Storage
@@ -89,9 +89,9 @@ def start_job(store: Store, job: JobRecord, *shard_rows: int, prefix_key: str | 
     return store.plans.start(job.job_id, SOURCES, ["text"], plan, schema, "i" * 32, prefix_key)
 
 
-def build_pieces(number: int) -> list[PieceRecord]:
+def build_pieces(number: int) -> list[PlanPiece]:
     """Byte ranges of the one source, as plan_pieces cuts them."""
-    return [PieceRecord("", index, 0, index * 10, 10, None) for index in range(number)]
+    return [PlanPiece(0, index * 10, 10) for index in range(number)]
 
 
 def claim_next(store: Store, owner: Owner = ELSEWHERE, warm: Collection[str] = ()) -> ShardClaim:

@@ -15,7 +15,7 @@ from gristmill.jobs.storage.folder import Storage, open_storage
 from gristmill.jobs.storage.s3.reader import S3File
 from gristmill.jobs.store.database import Database, connect_database
 from gristmill.jobs.store.models import metadata
-from gristmill.jobs.store.store import Store, build_store
+from gristmill.jobs.store.store import Store
 from tests.jobs.cases import Clock
 
 
@@ -97,7 +97,7 @@ def store(request: pytest.FixtureRequest, store_url: str, clock: Clock) -> Itera
         link.symlink_to(store_url.removeprefix("sqlite:///"))
     else:
         engine = request.getfixturevalue("_postgres_engine")
-    with build_store(Database(engine, clock)) as opened:
+    with Store(Database(engine, clock)) as opened:
         yield opened
 
 

@@ -19,7 +19,6 @@ from gristmill.jobs.input.sources import load_sources
 from gristmill.jobs.plan.cutting import plan_shards
 from gristmill.jobs.plan.pieces import (
     MAX_INLINE_BYTES,
-    PlanPiece,
     cut_pieces,
     is_large,
     join_pieces,
@@ -27,7 +26,7 @@ from gristmill.jobs.plan.pieces import (
     ranges_from_json,
     ranges_to_json,
 )
-from gristmill.jobs.source import Plan, ShardRange, Source
+from gristmill.jobs.source import Plan, PlanPiece, ShardRange, Source
 
 RECORDS = st.sampled_from([b'{"a":1}', b"", b" ", b"\t\r", b'{"text":"%s"}' % (b"x" * 40), b"bad", b"\x0b"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from gristmill.jobs.source import Source
@@ -110,7 +111,7 @@ def test_a_dead_planner_of_pieces_is_followed(store: Store, out: Path) -> None:
 def test_each_piece_names_its_own_source(store: Store, out: Path) -> None:
     job = submit_job(store, out)
     sources = [Source(f"s3://b/{index}.parquet", 5, "etag", "parquet") for index in range(3)]
-    pieces = [piece._replace(source_index=index) for index, piece in enumerate(build_pieces(3))]
+    pieces = [replace(piece, source_index=index) for index, piece in enumerate(build_pieces(3))]
     store.pieces.save_all(job.job_id, sources, [], b"", "", pieces)
     found = [store.pieces.load(job.job_id, index) for index in range(3)]
     assert [piece.source for piece in found if piece] == sources

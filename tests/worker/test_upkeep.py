@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gristmill.jobs.broker import CALLBACK_QUEUE, CONTROL_QUEUE, PLAN_PIECE
+from gristmill.jobs.broker import CONTROL_QUEUE, PLAN_PIECE
 from gristmill.jobs.errors import OutputUnavailable, StoreUnavailable
 from gristmill.jobs.output.parts import write_attempt
 from gristmill.jobs.output.publishing import publish_part
@@ -22,6 +22,7 @@ from gristmill.jobs.records import ModelOffer, ShardClaim, WorkerModel
 from gristmill.jobs.spec import parse_spec
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import open_storage
+from gristmill.jobs.store.notices import CALLBACK_QUEUE
 from gristmill.jobs.store.pieces import PIECES_AGAIN_S
 from gristmill.jobs.store.store import Store, open_store
 from gristmill.worker.serve.reconciler import PLAN_PATIENCE_S, Reconciler, WorkerFigures, WorkerIdentity

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gristmill.jobs.broker import CALLBACK_QUEUE, CONTROL_QUEUE, PLAN_PIECE, Notify
+from gristmill.jobs.broker import CONTROL_QUEUE, PLAN_PIECE, Notify
 from gristmill.jobs.errors import JobsError, StoreError, StoreUnavailable, Unavailable
 from gristmill.jobs.output.finalize import finalize_job
 from gristmill.jobs.output.publishing import publish_part
@@ -165,7 +165,7 @@ class Reconciler:
 
     def _send_notices(self, now: float) -> None:
         for notice in self._store.notices.due():
-            if not self._notify(notice.task, [notice.payload], notice.queue or CALLBACK_QUEUE):
+            if not self._notify(notice.task, [notice.payload], notice.queue):
                 return  # the broker is away: all of them stay due
             self._store.notices.mark_sent(notice.job_id, notice.number)
 

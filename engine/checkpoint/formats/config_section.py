@@ -1,4 +1,4 @@
-"""One object of a configuration file, read with refusals that name the file, the key and its value.
+"""One object of a model's configuration, read with refusals that name the file, the key and its value.
 
 A quantization configuration decides how every weight is read, so what is not understood is refused, never skipped.
 """
@@ -17,23 +17,30 @@ REMEDY = "use a checkpoint without it, or the model's bfloat16 weights with --qu
 
 @dataclass(frozen=True, slots=True)
 class ConfigSection:
-    """An object's values, the file that it is in, and its dotted name there."""
+    """An object's values, the file that it is in, and its dotted name there, empty for the whole file.
+
+    remedy: what helps where a number is not one.
+    """
 
     file: str
     name: str
     values: Mapping[str, Any]
+    remedy: str = "quantize the model again"
 
     @property
     def place(self) -> str:
         """What messages call it: `/models/x/config.json: quantization_config`."""
-        return f"{self.file}: {self.name}"
+        return f"{self.file}: {self.name}" if self.name else self.file
 
-    def refused(self, key: str, remedy: str = REMEDY) -> ModelRefused:
+    def refused(
+        self, key: str, remedy: str = REMEDY, problem: str = "which is not supported"
+    ) -> ModelRefused:
         """The refusal of what `key` says."""
         shown = repr(self.values.get(key))
         if len(shown) > MAX_SHOWN_SIZE:
             shown = f"{shown[:MAX_SHOWN_SIZE]}..."
-        return ModelRefused(f"{self.place}.{key} is {shown}, which is not supported; {remedy}")
+        place = f"{self.place}{'.' if self.name else ': '}{key}"
+        return ModelRefused(f"{place} is {shown if key in self.values else 'missing'}, {problem}; {remedy}")
 
     def within(self, key: str) -> ConfigSection:
         """The object that `key` holds."""
@@ -61,9 +68,17 @@ class ConfigSection:
             raise self.refused(key, "a list of strings is needed, download the file again")
         return tuple(value)
 
-    def size(self, key: str) -> int:
-        """The positive whole number that `key` holds."""
-        return self._whole(key, self.values.get(key))
+    def size(self, key: str, default: int | None = None) -> int:
+        """The positive whole number that `key` holds; the default, where there is one, if it is absent or null."""
+        value = self.values.get(key)
+        return default if value is None and default is not None else self._whole(key, value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The number that `key` holds; the default, where there is one, if it is absent."""
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.refused(key, self.remedy, "a number is needed")
+        return float(value)
 
     def sizes(self, key: str) -> tuple[int, int]:
         """The two positive whole numbers that `key` holds: a list, or text such as 128x128."""
@@ -82,5 +97,5 @@ class ConfigSection:
 
     def _whole(self, key: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refused(key, "a positive whole number is needed; quantize the model again")
+            raise self.refused(key, self.remedy, "a positive whole number is needed")
         return value

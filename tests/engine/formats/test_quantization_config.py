@@ -367,7 +367,7 @@ def test_scales_of_the_cache_are_known_tensors() -> None:
         ({"quant_method": "aqlm", "in_group_size": 8}, "quant_method is 'aqlm'"),
         ({"quant_method": "mxfp4", "modules_to_not_convert": []}, "quant_method is 'mxfp4'"),
         ({"quant_method": ["awq"]}, "quant_method is ['awq']"),
-        ({"bits": 4}, "quant_method is None"),
+        ({"bits": 4}, "quant_method is missing"),
         ("int4", "quantization_config is 'int4'"),
         (AWQ | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'"),
         (GPTQ | {"dynamic": {"-:(": {}}}, "dynamic: '(' is not a regular expression"),
