@@ -6,6 +6,7 @@ What is particular to an architecture, defaults and flags, is its row in archite
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
         raise ModelRefused(f"{path}: activation {activation!r} is not supported; use a model with silu")
 
 
-def _sliding_window(path: Path, values: dict[str, Any], uses: str, num_layers: int) -> int | None:
+def _sliding_window(path: Path, values: Mapping[str, Any], uses: str, num_layers: int) -> int | None:
     """The window of every layer, or None; a model that mixes full and windowed layers is refused."""
     window = values.get("sliding_window")
     if uses == "never" or not isinstance(window, int) or window < 1:
