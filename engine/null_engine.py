@@ -2,7 +2,8 @@
 
 `null:?delay_ms=2&failure_rate=0.01` delays each row and fails some. Tokens are the bytes of UTF-8. Of the
 sampling parameters only max_tokens and ignore_eos count. Three keys are test devices: crash_on=TEXT kills the
-process at a prompt that holds TEXT, hang_on=TEXT stops it for ever, load_ms lets loading take that long."""
+process at a prompt that holds TEXT, hang_on=TEXT stops it for ever, load_ms lets loading take that long.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +51,7 @@ class NullSettings:
 
 
 def is_null_url(model: str) -> bool:
+    """Whether a model is named null:, the engine without weights."""
     return model.startswith(NULL_SCHEME)
 
 

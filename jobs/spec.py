@@ -194,7 +194,8 @@ class JobSpec(BaseModel):
 
     def identity_fields(self) -> dict[str, Any]:
         """Every field that can change a row of the output, as plain JSON values: the spec's share of a job's
-        identity."""
+        identity.
+        """
         how_to_run = {name for name, field in JobSpec.model_fields.items() if _HowToRun in field.metadata}
         return self.model_dump(mode="json", exclude=how_to_run)
 

@@ -229,7 +229,8 @@ class LayerStack:
 
 class Backend(ABC):
     """One device's way of doing everything above, chosen once by dispatch.py. device: where weights and steps lie;
-    instructions: what own kernels are compiled for; max_step_tokens: from here on a larger step gains nothing."""
+    instructions: what own kernels are compiled for; max_step_tokens: from here on a larger step gains nothing.
+    """
 
     device: torch.device
     instructions = "none"
@@ -237,11 +238,11 @@ class Backend(ABC):
 
     @abstractmethod
     def linear_part(self, weight: Weight, bias: Tensor | None) -> LinearPart:
-        """x W^T + b, packed for the device. weight: [out_features, in_features]; bias: [out_features]."""
+        """X W^T + b, packed for the device. weight: [out_features, in_features]; bias: [out_features]."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight. x: [num_rows, size]; weight: [size]."""
+        """X / sqrt(mean(x^2) + eps) * weight. x: [num_rows, size]; weight: [size]."""
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def gated_linear(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight. x: [..., size]."""
+    """X / sqrt(mean(x^2) + eps) * weight. x: [..., size]."""
     y = x.float()
     return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 

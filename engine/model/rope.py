@@ -12,7 +12,7 @@ from gristmill.kernels.contract import RopeTables
 
 
 def build_rope_tables(config: ModelConfig, num_positions: int) -> RopeTables:
-    """cos and sin of every position's angles: [num_positions, head_dim / 2] float32."""
+    """Cos and sin of every position's angles: [num_positions, head_dim / 2] float32."""
     frequencies, scale = _frequencies(config)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     return RopeTables(angles.cos() * scale, angles.sin() * scale)

@@ -82,10 +82,12 @@ def _decode_body(body: memoryview) -> Message:
 
 
 def encode_load(model: str, options: EngineOptions) -> bytes:
+    """The first message to an engine: which model, with which options."""
     return encode_message("load", {"model": model, "options": to_plain(options)})
 
 
 def decode_load(payload: Any) -> tuple[str, EngineOptions]:
+    """The inverse of encode_load."""
     return payload["model"], EngineOptions(**payload["options"])
 
 
@@ -125,6 +127,7 @@ def decode_command(message: Message) -> Message:
 
 
 def decode_add(payload: Any) -> list[Request]:
+    """The requests of an add message."""
     sampling = [SamplingParams(**values) for values in payload["sampling"]]
     return [
         Request(request_id, _to_array(prompt), sampling[index], seed, group)
@@ -152,22 +155,27 @@ def encode_completions(completions: Iterable[Completion]) -> Iterator[bytes]:
 
 
 def decode_completions(payload: Any) -> list[Completion]:
+    """The completions of a message."""
     return [Completion(row[0], _to_array(row[1]), *row[2:]) for row in payload]
 
 
 def encode_loaded(info: EngineInfo) -> bytes:
+    """The engine is ready: what it is."""
     return encode_message("loaded", _fields(info))
 
 
 def decode_loaded(payload: Any) -> EngineInfo:
+    """The inverse of encode_loaded."""
     return EngineInfo(**payload)
 
 
 def encode_progress(counters: EngineCounters) -> bytes:
+    """What the engine has counted so far."""
     return encode_message("progress", _fields(counters))
 
 
 def decode_progress(payload: Any) -> EngineCounters:
+    """The inverse of encode_progress."""
     return EngineCounters(**payload)
 
 

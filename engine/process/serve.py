@@ -180,6 +180,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def main() -> NoReturn:
+    """Serves one engine until the socket ends; never returns."""
     parser = argparse.ArgumentParser(prog="python -m gristmill.engine.process", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="an inherited stream socket")
     parser.add_argument("--parent", type=int, help="process id of the worker; default: the parent")

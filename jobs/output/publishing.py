@@ -115,7 +115,8 @@ def check_output(
 
 def clear_output(storage: Storage, spare_spool: int | None = None) -> None:
     """Removes our own files of an earlier job, and nothing else; the manifest goes first, parts last: without
-    its attempt no late publisher brings one back. `spare_spool`: the new job's."""
+    its attempt no late publisher brings one back. `spare_spool`: the new job's.
+    """
     storage.delete(MANIFEST_NAME)
     delete_spools(storage, spare_spool)
     sweep_attempts(storage)

@@ -36,7 +36,8 @@ class Storage(Protocol):
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Writes a file that must not be there yet. True: it holds exactly `data`, by this call or an
-        earlier one; False: it holds other bytes, which were left alone."""
+        earlier one; False: it holds other bytes, which were left alone.
+        """
         ...
 
     def open(self, name: str) -> BinaryIO:

@@ -44,7 +44,7 @@ class Jobs:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create(
+    def create(  # noqa: PLR0913
         self,
         spec: JobSpec,
         sources: Sequence[Source],

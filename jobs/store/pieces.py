@@ -106,6 +106,7 @@ class Pieces:
 
 
 def is_unplanned() -> list[Any]:
+    """The conditions for a submitted job whose planning is not over."""
     return [jobs.c.state == JobState.VALIDATING, jobs.c.runner == Runner.WORKERS]
 
 
@@ -114,6 +115,7 @@ def _send_again(now: float) -> dict[str, Any]:
 
 
 def has_pieces(connection: Connection, job_id: str) -> bool:
+    """Whether the job is planned in pieces."""
     return bool(connection.scalar(select(exists().where(plan_pieces.c.job_id == job_id))))
 
 

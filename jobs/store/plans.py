@@ -71,7 +71,7 @@ class Plans:
         with self._database.write() as (connection, now):
             return end_job(connection, job_id, JobState.FAILED, now, message, before=[JobState.VALIDATING])
 
-    def start(
+    def start(  # noqa: PLR0913
         self,
         job_id: str,
         sources: Sequence[Source],

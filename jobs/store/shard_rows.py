@@ -17,6 +17,7 @@ from gristmill.jobs.store.models import attempts, shards
 
 
 def is_claimed(claim: ShardClaim) -> ColumnElement[bool]:
+    """The condition that the claim still holds: same fence, still running."""
     return and_(
         shards.c.id == claim.shard_id, shards.c.fence == claim.fence, shards.c.state == ShardState.RUNNING
     )
@@ -37,6 +38,7 @@ def end_attempt(
     num_new: int = 0,
     message: str | None = None,
 ) -> None:
+    """Ends the running attempt at a shard, if there is one."""
     connection.execute(
         update(attempts)
         .where(attempts.c.shard_id == shard_id, attempts.c.fence == fence)
@@ -50,6 +52,7 @@ def end_attempt(
 
 
 def added_counts(row: Row[Any], counts: ShardCounts) -> dict[str, Any]:
+    """The row's counts with those of a commit added."""
     return {
         "rows_completed": row.rows_completed + counts.completed,
         "rows_failed": row.rows_failed + counts.failed,
@@ -61,20 +64,24 @@ def added_counts(row: Row[Any], counts: ShardCounts) -> dict[str, Any]:
 
 
 def part_values(part: PartFile) -> dict[str, Any]:
+    """The columns of a part that is committed and not yet published."""
     return {f"part_{name}": value for name, value in asdict(part).items()} | {"published_at": None}
 
 
 def check_rows(values: Mapping[str, Any], rows_in_part: int, num_rows: int | None) -> None:
+    """Asserts that the counts are those of the part, and no more than the shard has."""
     counted = values["rows_completed"] + values["rows_failed"] + values["rows_skipped"]
     assert counted == rows_in_part, f"{counted} rows counted, {rows_in_part} in the part"
     assert num_rows in (None, rows_in_part), f"a shard of {num_rows} rows is not done with {rows_in_part}"
 
 
 def build_range(row: Row[Any]) -> ShardRange:
+    """The range of a shard, from its row."""
     return ShardRange(**{item.name: getattr(row, item.name) for item in fields(ShardRange)})
 
 
 def build_part(row: Row[Any]) -> PartFile | None:
+    """The committed part of a shard, from its row; None before the first commit."""
     if row.part_attempt is None:
         return None
     return PartFile(row.part_path, row.part_attempt, row.part_rows, row.part_bytes, row.part_sha256)

@@ -39,7 +39,8 @@ class DecodeCall:
 @dataclass(frozen=True, slots=True)
 class PrefillCall:
     """Rows of several queries, padded to one length. gather: [n * max_queries]; scatter: [num_tokens], the step's rows;
-    valid: [num_tokens], their places in the padded layout; mask None: causal and without earlier tokens."""
+    valid: [num_tokens], their places in the padded layout; mask None: causal and without earlier tokens.
+    """
 
     num_sequences: int
     gather: Tensor

@@ -12,7 +12,7 @@ from tests.engine.tiny_models import CONFIG_CLASSES, build_tiny_model
 CONFIG_CLASSES["granite"] = transformers.GraniteConfig
 neutral = {"attention_multiplier": 16**-0.5, "residual_multiplier": 1.0, "logits_scaling": 1.0}
 folder = str(build_tiny_model(Path("granite"), "granite", embedding_multiplier=0.2, **neutral))
-assert load_checkpoint(folder).config.embedding_multiplier == 0.2
+assert load_checkpoint(folder).config.embedding_multiplier == 0.2  # type: ignore[attr-defined]
 
 prompts = [torch.randint(3, 300, (length,)).tolist() for length in (1, 7, 33)]
 outputs = generate(load_engine(folder), prompts, 16)

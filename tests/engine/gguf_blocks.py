@@ -19,7 +19,7 @@ def _groups(size: int, *weights: float) -> list[float]:
 
 # name -> (bytes of one block, its weights)
 GOLDEN: dict[str, tuple[bytes, list[float]]] = {
-    name: (bytes.fromhex(text), [float(weight) for weight in weights])
+    name: (bytes.fromhex(text), [float(weight) for weight in weights])  # type: ignore[attr-defined]
     for name, text, weights in [
         ("Q4_0", "0038" + _RISING, [0.5 * (code - 8) for code in _UP + _DOWN]),
         ("Q4_1", "003800BC" + _RISING, [0.5 * code - 1 for code in _UP + _DOWN]),

@@ -35,7 +35,7 @@ def _render(source: str, messages: list[dict[str, Any]] = MESSAGES) -> str:
     ],
 )
 def test_a_template_renders_as_hugging_face_renders_it(source: str) -> None:
-    expected, _ = render_jinja_template(
+    expected, _ = render_jinja_template(  # type: ignore[str-unpack]
         [MESSAGES], chat_template=source, add_generation_prompt=True, **SPECIAL
     )
     assert _render(source) == expected[0]

@@ -77,7 +77,7 @@ def test_a_broker_that_is_down_is_a_warning(
 
 def test_what_is_wrong_is_refused_before_anything_is_written(url: str, store: Store, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="promt is not an option"):
-        client.submit(**order(tmp_path), promt="a", database_url=url)
+        client.submit(**order(tmp_path), promt="a", database_url=url)  # type: ignore[call-arg]
     with pytest.raises(RefusedError, match="redis://HOST"):
         client.submit(**order(tmp_path), database_url=url, broker_url="amqp://host")
     assert store.jobs.newest() == []

@@ -212,7 +212,7 @@ def test_a_paused_finalizer_takes_nothing_from_the_run_after_it(
     job = submit_job(store, place, 4, 4)
     store.shards.fail(claim_next(store), "no")
     run_queue(store, storage)
-    plain = gristmill.jobs.output.finalize.list_attempts
+    plain = gristmill.jobs.output.finalize.list_attempts  # type: ignore[attr-defined]
 
     def pause(storage: Storage) -> list[str]:
         patch.undo()

@@ -49,7 +49,7 @@ def read(sources: list[Source], plan: Plan) -> list[tuple[int, int, object]]:
         for batch in load_rows(sources[shard.source_index], shard, ["a"]):
             for row in batch:
                 rows.append((row.source_index, row.row_index, row.values or str(row.error)))
-    return rows
+    return rows  # type: ignore[return-value]
 
 
 def check_equal(sources: list[Source], piece_bytes: int, shard_rows: int) -> Plan:

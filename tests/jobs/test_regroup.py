@@ -253,7 +253,7 @@ def test_values_that_a_spool_can_not_hold_leave_the_job_as_it_is(
     pq.write_table(table, data / "a.parquet")
 
     def refuse(*_: object) -> bytes:
-        raise regroup.ValueTypeError("strange.Type")
+        raise regroup.ValueTypeError("strange.Type")  # type: ignore[attr-defined]
 
     monkeypatch.setattr(regroup, "to_record", refuse)
     job = plan(store, submit(store, data, regroup="always"), data)

@@ -161,7 +161,7 @@ def test_the_rows_are_those_of_the_same_file_on_disk(s3_root: str, tmp_path: Pat
         texts = ["x" * (n % 300) for n in range(4000)]
         data = parquet_bytes(pa.table({"a": range(4000), "text": texts}), row_group_size=700)
     else:
-        data = {"gz": gzip.compress, "zst": zstandard.compress}.get(name[6:].strip("."), bytes)(TEXT)
+        data = {"gz": gzip.compress, "zst": zstandard.compress}.get(name[6:].strip("."), bytes)(TEXT)  # type: ignore[operator]
     (tmp_path / name).write_bytes(data)
     local, distant = load(str(tmp_path / name)), load(put(s3_root, name, data))
     plan = plan_shards([local])

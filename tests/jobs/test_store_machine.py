@@ -288,14 +288,14 @@ SHORT = settings(
 )
 
 
-class TestShortHistories(StoreMachine.TestCase):
+class TestShortHistories(StoreMachine.TestCase):  # type: ignore[misc, valid-type]
     """Runs in `make test`."""
 
     settings = SHORT
 
 
 @pytest.mark.long
-class TestLongHistories(StoreMachine.TestCase):
+class TestLongHistories(StoreMachine.TestCase):  # type: ignore[misc, valid-type]
     """Runs in `make test-long`."""
 
     settings = settings(SHORT, max_examples=200, stateful_step_count=60)

@@ -65,7 +65,7 @@ def test_the_progress_of_a_job_is_that_of_its_status_at_every_stage(
     assert check_same(store, job)["rows_per_s"] is None
     change_job(store, job, owner=owner, owner_seen_at=clock.now, active_s=8.0)
     claim = claim_or_fail(store, job)
-    claim = commit_rows(store, storage, claim, *range(10))
+    claim = commit_rows(store, storage, claim, *range(10))  # type: ignore[assignment]
     assert claim is not None
     line = check_same(store, job)
     assert (line["rows_done"], line["rows_per_s"], line["eta_s"]) == (10, 1.25, 16)

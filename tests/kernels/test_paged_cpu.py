@@ -12,7 +12,7 @@ from gristmill.kernels import contract, reference
 from gristmill.kernels.cpu.backend import CpuBackend
 from gristmill.kernels.cpu.features import detect_level
 from gristmill.kernels.cpu.library import CpuKernels, load_library
-from gristmill.kernels.cpu.paged import BLOCK_SIZE as BLOCK
+from gristmill.kernels.cpu.paged import BLOCK_SIZE as BLOCK  # type: ignore[attr-defined]
 from gristmill.kernels.cpu.paged import PagedKVCache
 
 pytestmark = pytest.mark.skipif(detect_level() == "none", reason="this CPU has no AVX2")
@@ -103,7 +103,7 @@ class Step:
         assert out.dtype == self.dtype and (out[len(q) - padding :] == 0).all()
         stored = [self.kept(kv, kv_dtype or self.dtype) for kv in self.kv]
         want = [
-            reference.causal_attention(q, *kv.unbind(1), self.dim**-0.5, window)
+            reference.causal_attention(q, *kv.unbind(1), self.dim**-0.5, window)  # type: ignore[call-arg]
             for q, kv in zip(self.queries, stored, strict=True)
         ]
         return out[: len(q) - padding].unflatten(1, (self.heads, self.dim)), torch.cat(want)
@@ -212,7 +212,7 @@ def test_appending_norms_rotates_and_stores(backend, dtype, normed):
     norms = None
     q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
     if normed:
-        norms = contract.HeadNorms(*torch.randn(2, dim, generator=generator), 1e-6)
+        norms = contract.HeadNorms(*torch.randn(2, dim, generator=generator), 1e-6)  # type: ignore[call-arg]
         q, k = reference.rms_norm(q.float(), norms.q, 1e-6), reference.rms_norm(k.float(), norms.k, 1e-6)
     cos, sin = angles.cos()[positions][:, None], angles.sin()[positions][:, None]
     want = torch.cat([reference.rope(q.float(), cos, sin), reference.rope(k.float(), cos, sin), v.float()], 1)

@@ -10,7 +10,7 @@ from gristmill.kernels import contract, reference
 from gristmill.kernels.cpu.features import detect_level
 from gristmill.kernels.torch.attention import TorchKVCache
 from gristmill.kernels.torch.backend import TorchBackend
-from tests.kernels.test_paged_cpu import BLOCK, CASES, WINDOWS, Step, make_backend, make_cache
+from tests.kernels.test_paged_cpu import BLOCK, CASES, WINDOWS, Step, make_backend, make_cache  # type: ignore[attr-defined]
 
 FP8 = torch.float8_e4m3fn
 FINITE_CODES = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)

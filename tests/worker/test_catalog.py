@@ -45,7 +45,7 @@ def test_a_null_model_has_one_entry_for_every_dtype() -> None:
     expected = fingerprint("null:?delay_ms=2", "float32")
     assert entry == CatalogEntry("slow", "float32", ("auto", "float32", "bfloat16"), expected)
     assert (catalog.names, catalog.path("slow")) == (("slow",), "null:?delay_ms=2")
-    assert catalog.offer(entry) == ("slow", entry.accepts, entry.fingerprint)
+    assert catalog.offer(entry) == ("slow", entry.accepts, entry.fingerprint)  # type: ignore[comparison-overlap]
 
 
 def test_a_model_has_an_entry_for_auto_and_one_for_the_other_dtype(tiny: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_cancelled_job_leaves_the_engine_within_five_seconds_and_the_other_goe
     doomed, other = yard.submit(20_000), yard.submit(20_000)
     pool = yard.start_pool()
     for job in (doomed, other):
-        yard.wait(lambda job=job: yard.store.jobs.status(job.job_id).rows_done > 0)
+        yard.wait(lambda job=job: yard.store.jobs.status(job.job_id).rows_done > 0)  # type: ignore[misc]
     yard.store.ends.request_cancel(doomed.job_id)
     started_s = time.monotonic()
     status = yard.wait_state(doomed, JobState.CANCELLED)

@@ -44,6 +44,7 @@ def root(
     context: typer.Context,
     show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
+    """Grinds files of prompts into files of completions, offline, each row exactly once."""
     if show_version:
         print_out(f"gristmill {load_version()}")
         raise typer.Exit(0)

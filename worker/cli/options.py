@@ -64,7 +64,8 @@ def take_order(command: Command) -> Command:
 
 def take_fields(*names: str) -> Callable[[Command], Command]:
     """Gives a command the flags of these fields of JobSpec, and --prompt-file with `prompt`, for its parameter
-    `fields`: the values of those that were given."""
+    `fields`: the values of those that were given.
+    """
 
     def decorate(command: Command) -> Command:
         flags = [_spec_parameter(name) for name in names]

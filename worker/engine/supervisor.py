@@ -220,7 +220,8 @@ def load_model(
     client: EngineClient, should_stop: Callable[[], bool], note: Callable[[str], None]
 ) -> EngineInfo:
     """Waits until the started engine has its model. One that was killed meanwhile, as by a full memory, is started
-    again a few times; raises EngineError."""
+    again a few times; raises EngineError.
+    """
     num_deaths = 0
     while True:
         try:

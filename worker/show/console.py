@@ -28,6 +28,7 @@ class UsageRefused(typer.TyperException):
 
 
 def to_json(value: Any) -> str:
+    """A value as JSON for people and programs."""
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 

@@ -232,6 +232,7 @@ def to_worker_payload(worker: WorkerRecord) -> dict[str, Any]:
 
 
 def columns(cells: Iterable[str]) -> str:
+    """Cells of one line, each eight wide."""
     return "  ".join(f"{cell:>8}" for cell in cells)
 
 

@@ -62,10 +62,12 @@ def to_duration_text(seconds: float) -> str:
 
 
 def to_share_text(share: float | None) -> str:
+    """A share as a percentage; "-" for none."""
     return "-" if share is None else f"{share:.1%}"
 
 
 def to_number_text(value: float) -> str:
+    """Three figures, or whole numbers from 100 on."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -100,7 +100,7 @@ def _section(file: str, key: str, values: Mapping[str, Any]) -> ConfigSection:
 
 
 def _with_method(section: ConfigSection) -> ConfigSection:
-    """bitsandbytes is known by its flags where it isn't named."""
+    """Bitsandbytes is known by its flags where it isn't named."""
     values = section.values
     is_named = values.get("quant_method") is not None
     if is_named or not (values.get("load_in_4bit") or values.get("load_in_8bit")):

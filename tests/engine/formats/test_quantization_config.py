@@ -287,7 +287,7 @@ def test_modules_are_chosen_as_the_package_chooses_them() -> None:
     ignore = ["re:.*\\.10\\.", "model.layers.3.mlp.gate_proj", "re:layers", "o_proj"]
     raw = _compressed("pack-quantized", {}, config_groups={"a": group, "b": coarse}, ignore=ignore)
     for part in (group, coarse):
-        part["weights"] = {**part["weights"], "group_size": 32}
+        part["weights"] = {**part["weights"], "group_size": 32}  # type: ignore[dict-item]
     model = Linears()
     theirs = {key: raw[key] for key in ("config_groups", "format", "ignore", "quant_method")}
     apply_quantization_config(model, QuantizationConfig(**theirs))

@@ -35,7 +35,7 @@ def watch_rows(log: str, illness: str) -> None:
         os.write(file, "".join(json.dumps([*facts, text]) + "\n" for text in texts).encode())
         return run_step(engine)
 
-    NullEngine.step_finished = step  # type: ignore[method-assign]
+    NullEngine.step_finished = step  # type: ignore[assignment, method-assign]
 
 
 def set_up() -> None:
@@ -48,7 +48,7 @@ def set_up() -> None:
 def wait_for_messages(seconds: float) -> None:
     from kombu.transport.redis import Transport
 
-    Transport.brpop_timeout = seconds
+    Transport.brpop_timeout = seconds  # type: ignore[assignment]
 
 
 if "TEST_HOST" in os.environ:

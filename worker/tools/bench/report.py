@@ -149,10 +149,12 @@ def to_bench_text(payload: Figures) -> str:
 
 
 def to_span_text(values: Sequence[float]) -> str:
+    """The least and the most of some figures."""
     return f"{to_number_text(min(values))} to {to_number_text(max(values))}"
 
 
 def to_saved_text(prefix: Figures) -> str:
+    """How many prompt tokens sharing saved, of how many it could."""
     text = f"{prefix['saved_tokens']:,} prompt tokens, {to_share_text(prefix['share_of_prompt'])}"
     if not prefix["max_saved_tokens"]:
         return f"{text}; no two rows share a beginning"
@@ -160,6 +162,7 @@ def to_saved_text(prefix: Figures) -> str:
 
 
 def to_occupancy_lines(occupancy: Figures, engine: Figures) -> list[tuple[str, str]]:
+    """How full the step budget, the KV cache and the slots were."""
     waiting = occupancy["budget_while_waiting"]
     budget = (
         f"{to_share_text(occupancy['budget_mean'])} of {engine['max_num_batched_tokens']:,} tokens a step"
@@ -175,6 +178,7 @@ def to_occupancy_lines(occupancy: Figures, engine: Figures) -> list[tuple[str, s
 
 
 def to_roofline_text(roofline: Figures) -> str:
+    """The time that the machine's own rates would need, and the share of ours."""
     parts = ", ".join(
         f"{to_seconds_text(roofline[f'{name}_s'])} {label}"
         for name, label in (("linear", "layers"), ("attention", "attention"), ("head", "head"))

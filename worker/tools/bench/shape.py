@@ -17,18 +17,9 @@ OPTIONAL = ("head_dim", "context", "tied")
 EXAMPLE = "hidden=576,layers=30,heads=9,kv_heads=3,intermediate=1536,vocab=49152"
 
 
-def _shape(
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    intermediate: int,
-    vocab: int,
-    head_dim: int = 0,
-    context: int = DEFAULT_CONTEXT_SIZE,
-    tied: int = 1,
-    architecture: str = "llama",
-) -> ModelConfig:
+def _shape(*needed: int, architecture: str = "llama", **optional: int) -> ModelConfig:
+    """needed: in the order of NEEDED."""
+    hidden, layers, heads, kv_heads, intermediate, vocab = needed
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
@@ -37,11 +28,11 @@ def _shape(
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim or hidden // heads,
-        context_size=context,
+        head_dim=optional.get("head_dim", hidden // heads),
+        context_size=optional.get("context", DEFAULT_CONTEXT_SIZE),
         rms_norm_eps=1e-5,
         rope_theta=100_000.0,
-        tie_embeddings=bool(tied),
+        tie_embeddings=bool(optional.get("tied", 1)),
         **ARCHITECTURES[architecture].fixed_flags,
     )
 
@@ -54,7 +45,7 @@ SHAPES = {
     "llama-3.2-3b": _shape(3072, 28, 24, 8, 8192, 128256),
     "llama-3.1-8b": _shape(4096, 32, 32, 8, 14336, 128256, tied=0),
     "qwen2.5-0.5b": _shape(896, 24, 14, 2, 4864, 151936, architecture="qwen2"),
-    "qwen3-0.6b": _shape(1024, 28, 16, 8, 3072, 151936, 128, architecture="qwen3"),
+    "qwen3-0.6b": _shape(1024, 28, 16, 8, 3072, 151936, head_dim=128, architecture="qwen3"),
 }
 
 
@@ -75,7 +66,7 @@ def parse_shape(text: str) -> ModelConfig:
     missing = [name for name in NEEDED if name not in values]
     if missing:
         raise UsageRefused(f"--shape: {', '.join(missing)} missing, as in {EXAMPLE}")
-    config = _shape(**values)
+    config = _shape(*(values.pop(name) for name in NEEDED), **values)
     if config.num_heads % config.num_kv_heads:
         raise UsageRefused(
             f"--shape: {config.num_heads} heads over {config.num_kv_heads} kv_heads: give a multiple"

@@ -161,7 +161,7 @@ def share(flags: Iterable[bool]) -> float | None:
 
 
 def perplexity(logprob_sum: float, num_tokens: int) -> float | None:
-    """exp of the mean surprise; None without tokens, or beyond every number."""
+    """Exp of the mean surprise; None without tokens, or beyond every number."""
     if not num_tokens or not -700 < logprob_sum / num_tokens <= 0:
         return None
     return math.exp(-logprob_sum / num_tokens)

@@ -189,6 +189,7 @@ def to_scores(a: Contrast, b: Contrast) -> Scores:
 
 
 def add_up(values: NDArray[np.float32]) -> float:
+    """A sum in float64."""
     return float(values.sum(dtype=np.float64))
 
 

@@ -54,6 +54,7 @@ def run_checks(model: str | None, url: str | None, broker: str | None = None) ->
 
 
 def check_python(python: tuple[int, ...]) -> Check:
+    """Whether this Python is new enough."""
     text = ".".join(map(str, python))
     if python < MIN_PYTHON:
         return Check("python", "fail", text, f"install Python {'.'.join(map(str, MIN_PYTHON))} or newer")
@@ -61,6 +62,7 @@ def check_python(python: tuple[int, ...]) -> Check:
 
 
 def check_torch(load_version: Callable[[str], str | None]) -> Check:
+    """Whether PyTorch is there and new enough; nothing is imported."""
     found, wanted = load_version("torch"), ".".join(map(str, MIN_TORCH))
     if found is None:
         return Check("torch", "fail", "not installed", f"pip install 'torch>={wanted}'")
@@ -71,6 +73,7 @@ def check_torch(load_version: Callable[[str], str | None]) -> Check:
 
 
 def check_libraries(load_version: Callable[[str], str | None]) -> Check:
+    """Whether every library that is needed is installed."""
     found = {name: load_version(name) for name in LIBRARIES}
     missing = [name for name, text in found.items() if text is None]
     if missing:
@@ -101,6 +104,7 @@ def check_cpu(flags: frozenset[str]) -> Check:
 
 
 def check_memory(available_bytes: int | None) -> Check:
+    """Whether enough memory is free for a small model."""
     if available_bytes is None:
         return Check(
             "memory", "warn", "unknown: /proc/meminfo can't be read", "check by hand that the model fits"
@@ -135,6 +139,7 @@ def load_state_folder(url: str | None) -> Path:
 
 
 def load_package_version(name: str) -> str | None:
+    """The version of an installed package; None without it."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -142,6 +147,7 @@ def load_package_version(name: str) -> str | None:
 
 
 def load_cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """The CPU's flags, as Linux tells them; none elsewhere."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -150,6 +156,7 @@ def load_cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def load_available_memory_bytes(path: Path = Path("/proc/meminfo")) -> int | None:
+    """The memory that is free, as Linux tells it; None elsewhere."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -158,6 +165,7 @@ def load_available_memory_bytes(path: Path = Path("/proc/meminfo")) -> int | Non
 
 
 def to_size_text(size_bytes: int) -> str:
+    """A size in GiB."""
     return f"{size_bytes / (1 << 30):,.1f} GiB"
 
 
