@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gristmill.engine.checkpoint.formats.awq import AwqScheme, load_awq_scheme
-from gristmill.engine.checkpoint.formats.scheme import Stored
+from gristmill.engine.checkpoint.formats.scheme import FLOAT_TYPES, Stored
 from gristmill.engine.errors import ModelRefused
 from tests.engine.formats.packers_int4 import exact_weight, pack_awq_tensors
 
@@ -143,7 +143,7 @@ def test_the_stored_tensors_are_named_with_their_shapes() -> None:
     assert AwqScheme(128).stored(64, 256) == {
         "qweight": Stored((256, 8), ("I32",)),
         "qzeros": Stored((2, 8), ("I32",)),
-        "scales": Stored((2, 64), ("F16", "BF16", "F32")),
+        "scales": Stored((2, 64), FLOAT_TYPES),
     }
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gristmill.engine.checkpoint.formats.gptq import GptqScheme, ZeroForm, load_gptq_scheme
-from gristmill.engine.checkpoint.formats.scheme import Stored
+from gristmill.engine.checkpoint.formats.scheme import FLOAT_TYPES, Stored
 from gristmill.engine.errors import ModelRefused
 from tests.engine.formats.packers_int4 import exact_weight, pack_gptq_lines, pack_gptq_tensors
 
@@ -233,17 +233,16 @@ def test_an_index_that_is_not_of_integers_is_refused() -> None:
 
 
 def test_the_stored_tensors_are_named_with_their_shapes() -> None:
-    floats = ("F16", "BF16", "F32")
     assert GptqScheme(4, 128).stored(64, 256) == {
         "qweight": Stored((32, 64), ("I32",)),
         "qzeros": Stored((2, 8), ("I32",)),
-        "scales": Stored((2, 64), floats),
+        "scales": Stored((2, 64), FLOAT_TYPES),
         "g_idx": Stored((256,), ("I32", "I64"), is_optional=True),
     }
     assert GptqScheme(8, -1, has_order=True).stored(64, 256) == {
         "qweight": Stored((64, 64), ("I32",)),
         "qzeros": Stored((1, 16), ("I32",)),
-        "scales": Stored((1, 64), floats),
+        "scales": Stored((1, 64), FLOAT_TYPES),
         "g_idx": Stored((256,), ("I32", "I64")),
     }
 
