@@ -64,9 +64,7 @@ class EngineOptions:
     )
     enable_prefix_cache: bool = _flag(True, "Compute every prompt in full.", words="--no-sharing")
     static_batches: bool = _flag(
-        False,
-        "Static batches in file order, to compare with: one ends, one begins.",
-        words="--static",
+        False, "Static batches in file order, to compare with: one ends, one begins.", words="--static"
     )
     cpu_kernels: str = _flag(
         "auto",

@@ -72,10 +72,7 @@ class EngineLoop(Generic[F]):
     """Messages in, steps, reports out. `report` may block."""
 
     def __init__(
-        self,
-        engine: SteppingEngine[F],
-        inbox: SimpleQueue[Message],
-        report: Callable[[Report[F]], None],
+        self, engine: SteppingEngine[F], inbox: SimpleQueue[Message], report: Callable[[Report[F]], None]
     ) -> None:
         self._engine = engine
         self._inbox = inbox

@@ -58,12 +58,7 @@ def quantization_config(kind: Kind, group_size: int | None) -> dict[str, Any]:
         "group_size": group_size,
         "dynamic": False,
     }
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": None,
-        "output_activations": None,
-    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized" if kind == "fp8" else "pack-quantized",

@@ -6,6 +6,7 @@ Such a prompt goes from render_chat to encode_batch as a guarded text, where onl
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import secrets
@@ -21,7 +22,6 @@ from gristmill.engine.checkpoint.gguf import load_gguf
 from gristmill.engine.errors import ChatTemplateError, ModelRefused
 from gristmill.engine.model_files import find_model_kind
 from gristmill.engine.text.chat import ChatTemplate
-from gristmill.engine.text.detokenizer import Detokenizer, decode_all
 from gristmill.engine.text.gguf_tokenizer import gguf_tokenizer_spec
 from gristmill.engine.text.piece_memo import EncodeTexts, PieceMemo, can_cut
 from gristmill.engine.text.token_bytes import TokenBytes
@@ -29,6 +29,40 @@ from gristmill.engine.text.tokenizer_spec import TokenizerSpec, hf_tokenizer_spe
 
 NULL_EOS = 256
 _BYTES = tuple(bytes([i]) for i in range(256))
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """The text of one growing sequence: bytes first, then UTF-8.
+
+    A character whose bytes are spread over tokens appears when its last byte does; bytes that can't be UTF-8 become
+    U+FFFD. The text of ids pushed one by one always equals the text of all of them together. token_bytes: id ->
+    bytes, empty for tokens that are not shown.
+    """
+
+    __slots__ = ("_decoder", "_strip_space", "_token_bytes")
+
+    def __init__(self, token_bytes: Callable[[int], bytes], strip_space: bool) -> None:
+        self._token_bytes = token_bytes
+        self._strip_space = strip_space  # the first character, when a space, belongs to the tokenizer
+        self._decoder = _Utf8Decoder("replace")
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        data = self._token_bytes(token_id)
+        if self._strip_space and data:
+            self._strip_space = False
+            data = data.removeprefix(b" ")
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """What is left: U+FFFD for a character that never became complete."""
+        return self._decoder.decode(b"", True)
+
+
+def decode_all(detokenizer: Detokenizer, token_ids: Iterable[int]) -> str:
+    """The whole text of a fresh detokenizer."""
+    return "".join([*map(detokenizer.push, token_ids), detokenizer.finish()])
 
 
 class Tokenizer(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from gristmill.engine.batch.block_pool import BlockPool
 from gristmill.engine.batch.prefix import PrefixTree
@@ -56,26 +57,20 @@ def test_the_last_prompt_token_is_never_taken_from_the_cache():
     assert rows.tree.match(second).num_tokens == 31
 
 
-def test_tokens_are_shared_up_to_where_prompts_part_within_a_block():
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_tokens_are_shared_up_to_where_prompts_part_within_a_block(comes_late):
+    """A later prompt splits the path, whose halves keep their blocks."""
     rows = Rows()
-    long, fork = rows.add(range(100), [*range(53), *[9] * 30])
+    prompts = [range(100), [*range(53), *[9] * 30]]
+    long, *early = rows.add(*prompts[: 1 if comes_late else 2])
     rows.start(long)
     rows.compute(long, 100)
+    (fork,) = early or rows.add(prompts[1])
+    rows.tree.check_integrity()
     match = rows.tree.match(fork)
     assert match.num_tokens == 53 and match.blocks == long.block_table[:4].tolist() and not match.must_wait
-
-
-def test_paths_split_where_a_later_prompt_parts_and_keep_their_blocks():
-    rows = Rows()
-    (long,) = rows.add(range(100))
-    rows.start(long)
-    rows.compute(long, 100)
-    (fork,) = rows.add([*range(53), *[9] * 30])
-    rows.tree.check_integrity()
-    assert rows.tree.match(fork).num_tokens == 53
-    assert rows.tree.match(fork).blocks == long.block_table[:4].tolist()
-    assert rows.tree.match(long).num_tokens == 99
-    assert rows.tree.match(long).blocks == long.block_table[:7].tolist()
+    match = rows.tree.match(long)
+    assert match.num_tokens == 99 and match.blocks == long.block_table[:7].tolist()
 
 
 def test_a_fork_within_a_block_has_its_own_version_of_it():

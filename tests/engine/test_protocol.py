@@ -27,17 +27,13 @@ def _request(request_id: int, sampling: SamplingParams = GREEDY, size: int = 3) 
     )
 
 
-def test_requests_with_different_sampling_survive_the_trip() -> None:
-    requests = [_request(1), _request(2, PENALIZED), _request(3, SamplingParams(max_tokens=5)), _request(4)]
+def test_requests_survive_the_trip_and_equal_sampling_parameters_travel_once() -> None:
+    stop = SamplingParams(stop=("\udce1",))  # a lone surrogate, of a command line
+    sampling = [GREEDY, PENALIZED, SamplingParams(max_tokens=5), GREEDY, stop]
+    requests = [_request(i, each) for i, each in enumerate(sampling)]
     (message,) = _read(b"".join(protocol.encode_add(requests)))
-    assert message.kind == "add"
+    assert message.kind == "add" and len(message.payload["sampling"]) == 3
     assert protocol.decode_add(message.payload) == requests
-
-
-def test_equal_sampling_parameters_travel_once() -> None:
-    requests = [_request(1), _request(2, PENALIZED), _request(3, SamplingParams(max_tokens=5)), _request(4)]
-    (message,) = _read(b"".join(protocol.encode_add(requests)))
-    assert len(message.payload["sampling"]) == 2
 
 
 def test_many_long_requests_become_several_messages() -> None:
@@ -60,24 +56,18 @@ def test_completions_and_errors_survive_the_trip() -> None:
     assert protocol.decode_completions(message.payload) == [good, bad]
 
 
-def test_engine_info_and_counters_survive_the_trip() -> None:
+def test_options_engine_info_and_counters_survive_the_trip() -> None:
+    options = EngineOptions(dtype="float32", max_num_seqs=8, num_kv_blocks=40, enable_prefix_cache=False)
     info = EngineInfo("m", "float32", 2048, 2000, 125, 16, 64, 512, 1.5, "cpu", "avx2")
     counters = EngineCounters(num_steps=3, kv_waste_sum=0.25, num_running=2)
-    loaded, progress = _read(protocol.encode_loaded(info) + protocol.encode_progress(counters))
+    load, loaded, progress = _read(
+        protocol.encode_load("null:", options)
+        + protocol.encode_loaded(info)
+        + protocol.encode_progress(counters)
+    )
+    assert protocol.decode_load(load.payload) == ("null:", options)
     assert protocol.decode_loaded(loaded.payload) == info
     assert protocol.decode_progress(progress.payload) == counters
-
-
-def test_a_model_and_its_options_survive_the_trip() -> None:
-    options = EngineOptions(dtype="float32", max_num_seqs=8, num_kv_blocks=40, enable_prefix_cache=False)
-    (message,) = _read(protocol.encode_load("null:", options))
-    assert protocol.decode_load(message.payload) == ("null:", options)
-
-
-def test_a_lone_surrogate_of_a_command_line_survives_the_trip() -> None:
-    request = _request(1, SamplingParams(stop=("\udce1",)))
-    (message,) = _read(b"".join(protocol.encode_add([request])))
-    assert protocol.decode_add(message.payload) == [request]
 
 
 def test_messages_are_whole_at_any_cut_of_the_stream() -> None:

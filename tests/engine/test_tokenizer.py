@@ -13,11 +13,7 @@ import transformers
 from gristmill.engine.errors import ChatTemplateError, ModelRefused
 from gristmill.engine.text.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer
 from tests.engine.chats import TEXTS, build_chat, encode_chat
-from tests.engine.tiny_models import (
-    CHAT_TEMPLATE,
-    build_tiny_gguf,
-    build_tiny_model,
-)
+from tests.engine.tiny_models import CHAT_TEMPLATE, build_tiny_gguf, build_tiny_model
 
 
 @pytest.fixture(scope="module")

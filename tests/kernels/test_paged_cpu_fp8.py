@@ -8,9 +8,10 @@ import torch
 
 from gristmill.kernels import contract, reference
 from gristmill.kernels.cpu.features import detect_level
+from gristmill.kernels.cpu.paged_plan import BLOCK_SIZE as BLOCK
 from gristmill.kernels.torch.attention import TorchKVCache
 from gristmill.kernels.torch.backend import TorchBackend
-from tests.kernels.test_paged_cpu import BLOCK, CASES, WINDOWS, Step, make_backend, make_cache  # type: ignore[attr-defined]
+from tests.kernels.test_paged_cpu import CASES, Step, make_backend, make_cache
 
 FP8 = torch.float8_e4m3fn
 FINITE_CODES = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
@@ -112,30 +113,23 @@ def test_every_finite_code_is_read_as_its_number(backend, scale):
 
 @needs_avx2
 @pytest.mark.parametrize("name", [name for name in CASES if "many decode rows" not in name])
-def test_attention_equals_the_reference_over_rounded_keys(avx2, name):
-    got, want = Fp8Step(**CASES[name]).run(avx2, kv_dtype=FP8)
-    torch.testing.assert_close(got, want, **TOLERANCE)
-
-
-@needs_avx2
-@pytest.mark.parametrize("name", WINDOWS)
-def test_attention_in_a_sliding_window_equals_the_reference_over_rounded_keys(avx2, name):
-    case = dict(WINDOWS[name])
-    window = case.pop("window")
-    got, want = Fp8Step(**case).run(avx2, kv_dtype=FP8, window=window)
+def test_attention_equals_the_reference_over_rounded_keys_whatever_blocks_held_before(avx2, name):
+    got, want = Fp8Step(**CASES[name]).run(avx2, kv_dtype=FP8, poison=True)
     torch.testing.assert_close(got, want, **TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    "name", ["prefill and decode together", "nested prefixes", "a long prompt", "heads of 80"]
+    "name",
+    [
+        "prefill and decode together",
+        "nested prefixes",
+        "a long prompt",
+        "heads of 80",
+        "a window over chunked prompts",
+    ],
 )
 def test_attention_by_torch_equals_the_reference_over_rounded_keys(name):
     got, want = Fp8Step(**CASES[name]).run(TorchBackend(), kv_dtype=FP8)
-    torch.testing.assert_close(got, want, **TOLERANCE)
-
-
-def test_attention_by_torch_in_a_sliding_window_equals_the_reference_over_rounded_keys():
-    got, want = Fp8Step(lens=[70, 50, 20], new=[1, 18, 20]).run(TorchBackend(), kv_dtype=FP8, window=16)
     torch.testing.assert_close(got, want, **TOLERANCE)
 
 
@@ -145,13 +139,6 @@ def test_with_scales_of_powers_of_two_it_is_bit_for_bit_attention_in_float32(avx
     step, plain = Fp8Step(**CASES[name], exact=True), Fp8Step(**CASES[name], exact=True)
     plain.kv = [plain.kept(kv, FP8) for kv in plain.kv]
     assert torch.equal(step.run(avx2, kv_dtype=FP8)[0], plain.run(avx2, kv_dtype=torch.float32)[0])
-
-
-@needs_avx2
-@pytest.mark.parametrize("name", ["nested prefixes", "decode rows of many lengths"])
-def test_what_a_block_held_before_does_not_show(avx2, name):
-    got, want = Fp8Step(**CASES[name]).run(avx2, kv_dtype=FP8, poison=True)
-    torch.testing.assert_close(got, want, **TOLERANCE)
 
 
 @needs_avx2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gristmill.kernels.cpu.features import detect_level
-from tests.kernels.test_paged_cpu import CASES, WINDOWS, Step, make_backend
+from tests.kernels.test_paged_cpu import CASES, Step, make_backend
 
 pytestmark = pytest.mark.skipif(detect_level() == "none", reason="this CPU has no AVX2")
 CASE_NAMES = [
@@ -39,25 +39,12 @@ def test_attention_in_float32_equals_the_reference(backend, name):
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASE_NAMES)
-def test_attention_in_bfloat16_stays_within_its_precision(backend, name):
-    got, want = Step(**CASES[name], dtype=torch.bfloat16).run(backend)
-    torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.parametrize("name", WINDOWS)
-def test_attention_in_bfloat16_and_a_window_stays_within_its_precision(backend, name):
-    case = dict(WINDOWS[name])
-    window = case.pop("window")
-    got, want = Step(**case, dtype=torch.bfloat16).run(backend, window=window)
+@pytest.mark.parametrize("name", [*CASE_NAMES, *(name for name, case in CASES.items() if "window" in case)])
+def test_attention_in_bfloat16_stays_within_its_precision_whatever_blocks_held_before(backend, name):
+    got, want = Step(**CASES[name], dtype=torch.bfloat16).run(backend, poison=True)
     torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
 
 
 def test_float32_queries_over_bfloat16_keys_compute_in_float32(backend):
     got, want = Step(**CASES["nested prefixes"]).run(backend, kv_dtype=torch.bfloat16)
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
-
-
-def test_what_a_block_held_before_does_not_show(backend):
-    got, want = Step(**CASES["nested prefixes"], dtype=torch.bfloat16).run(backend, poison=True)
-    torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)

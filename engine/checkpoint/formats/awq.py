@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gristmill.engine.checkpoint.formats.config_section import ConfigSection
-from gristmill.engine.checkpoint.formats.scheme import Stored, check_group_size
+from gristmill.engine.checkpoint.formats.scheme import FLOAT_TYPES, Stored, check_group_size, group_label
 from gristmill.engine.errors import ModelRefused
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ ROW_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of a word's eight rows is in its b
 _BITS = 4
 _ROWS_PER_WORD = 32 // _BITS
 _REFUSED = ("lm_head", "dynamic", "adapter", "rotation")  # they change weights, or which ones are quantized
-_FLOATS = ("F16", "BF16", "F32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class AwqScheme:
     @property
     def label(self) -> str:
         """`awq int4 g128`."""
-        return "awq int4 " + ("per row" if self.group_size == -1 else f"g{self.group_size}")
+        return f"awq int4 {group_label(self.group_size)}"
 
     def stored(self, num_rows: int, num_columns: int) -> dict[str, Stored]:
         """The tensors of W [num_rows, num_columns]; raises ValueError where they can't hold it."""
@@ -52,7 +51,7 @@ class AwqScheme:
         return {
             "qweight": Stored((num_columns, num_words), ("I32",)),
             "qzeros": Stored((num_groups, num_words), ("I32",), is_optional=not self.has_zeros),
-            "scales": Stored((num_groups, num_rows), _FLOATS),
+            "scales": Stored((num_groups, num_rows), FLOAT_TYPES),
         }
 
     def build(self, name: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
@@ -70,18 +69,19 @@ class AwqScheme:
             # A row's place in the word: the inverse of ROW_ORDER.
             zeros = zeros[..., [ROW_ORDER.index(row) for row in range(_ROWS_PER_WORD)]].flatten(-2)  # [G, N]
         if zeros is not None and not self.has_zeros:
-            self._check_zeros(f"{name}.qzeros", zeros)
+            _check_zeros(f"{name}.qzeros", zeros)
         codes = codes_from_words_of_rows(qweight, ROW_ORDER)
         group_size = check_group_size(self.group_size, len(qweight))
         return build_from_codes(name, _BITS, codes, tensors["scales"], zeros, group_size)
 
-    def _check_zeros(self, name: str, zeros: Tensor) -> None:
-        others = zeros[zeros != 8]
-        if len(others):
-            raise ModelRefused(
-                f"tensor {name} has zero point {int(others[0])}, but zero_point false says all are 8;"
-                " set zero_point in its quantization_config to true if they are meant, or quantize it again"
-            )
+
+def _check_zeros(name: str, zeros: Tensor) -> None:
+    others = zeros[zeros != 8]
+    if len(others):
+        raise ModelRefused(
+            f"tensor {name} has zero point {int(others[0])}, but zero_point false says all are 8;"
+            " set zero_point in its quantization_config to true if they are meant, or quantize it again"
+        )
 
 
 def load_awq_scheme(path: str, raw: dict[str, Any]) -> AwqScheme:
@@ -96,12 +96,8 @@ def load_awq_scheme(path: str, raw: dict[str, Any]) -> AwqScheme:
     for key in ("version", "checkpoint_format", "format"):
         section.one_of(key, (None, "gemm", "GEMM"))
     section.one_of("pack_dtype", (None, "int32"))
-    for key in _REFUSED:
-        if values.get(key):
-            raise section.refused(key)
+    section.refuse_set(_REFUSED)
     if values.get("backend") == "llm-awq":  # its packing; other backends are kernels
         raise section.refused("backend")
-    group_size = -1 if values.get("group_size") == -1 else 128
-    if values.get("group_size") not in (None, -1):
-        group_size = section.size("group_size")
+    group_size = -1 if values.get("group_size") == -1 else section.size("group_size", 128)
     return AwqScheme(group_size, bool(section.one_of("zero_point", (True, False), True)))

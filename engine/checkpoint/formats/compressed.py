@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gristmill.engine.checkpoint.formats.fp8 import FLOAT_TYPES, ScaleLayout
-from gristmill.engine.checkpoint.formats.scheme import Stored, check_group_size, check_scales
+from gristmill.engine.checkpoint.formats.fp8 import ScaleLayout
+from gristmill.engine.checkpoint.formats.scheme import FLOAT_TYPES, Stored, check_group_size
 from gristmill.engine.errors import ModelRefused
 
 if TYPE_CHECKING:
@@ -63,24 +63,21 @@ class PackedScheme:
 
     def build(self, name: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
         """Raises ModelRefused for a shape that the words can't have, bad scales and a bad column order."""
-        from gristmill.kernels.quantized import QuantizedTensor, narrow_scales
+        from gristmill.engine.checkpoint.formats.packed_words import sort_columns, take_columns, unpack_words
+        from gristmill.kernels.quantized import QuantizedTensor
 
         packed = tensors["weight_packed"]
         num_rows, num_columns = self._shape(f"{name}.weight_shape", tensors["weight_shape"], packed)
-        scales = check_scales(f"{name}.weight_scale", tensors["weight_scale"])
-        groups = self.layout.to_groups(scales, num_rows)
         group_size = self.layout.group_size(num_columns)
-        offsets = None
-        if not self.is_symmetric:
-            zeros = self._zeros(tensors["weight_zero_point"], num_rows)
-            offsets = -groups.float() * self.layout.to_groups(zeros, num_rows)
-        groups, offsets = narrow_scales(groups, offsets)
-        codes, columns = self._bytes(packed, num_columns), None
+        zeros = columns = None
+        if not self.is_symmetric:  # [num_rows, num_groups], as codes of the canonical kind
+            zeros = unpack_words(tensors["weight_zero_point"].T, self.num_bits)[:, :num_rows].T
+            zeros = zeros if self.num_bits == 4 else zeros - 128
+        scales = tensors["weight_scale"]
+        groups, offsets = self.layout.canonical(f"{name}.weight_scale", scales, num_rows, zeros)
         if self.has_order:
-            index_name = f"{name}.weight_g_idx"
-            columns = group_order(index_name, tensors["weight_g_idx"], group_size)
-        if columns is not None:
-            codes = _reordered(codes, columns, self.num_bits)
+            columns = sort_columns(f"{name}.weight_g_idx", tensors["weight_g_idx"], group_size, -1)
+        codes = take_columns(self._bytes(packed, num_columns), columns)
         kind: Kind = "int4" if self.num_bits == 4 else "int8"
         return QuantizedTensor(kind, codes, groups, group_size, offsets, columns)
 
@@ -103,16 +100,6 @@ class PackedScheme:
         num_bytes = num_columns * self.num_bits // 8
         codes = packed.contiguous().view(torch.uint8)[:, :num_bytes].contiguous()
         return codes if self.num_bits == 4 else (codes ^ 128).view(torch.int8)
-
-    def _zeros(self, packed: Tensor, num_rows: int) -> Tensor:
-        """Zero points as codes of the canonical kind: [num_rows, num_groups] float32."""
-        import torch
-
-        codes = packed.T.contiguous().view(torch.uint8)  # [num_groups, bytes of all rows]
-        if self.num_bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], 2).view(len(codes), -1)
-        zeros = codes[:, :num_rows].T.float()
-        return zeros if self.num_bits == 4 else zeros - 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,45 +128,13 @@ class IntScheme:
 
     def build(self, name: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
         """Raises ModelRefused for scales that are not finite."""
-        from gristmill.kernels.quantized import QuantizedTensor, narrow_scales
+        from gristmill.kernels.quantized import QuantizedTensor
 
-        codes = tensors["weight"]
+        codes, scales = tensors["weight"], tensors["weight_scale"]
         num_rows, num_columns = codes.shape
-        scales = check_scales(f"{name}.weight_scale", tensors["weight_scale"])
-        groups, offsets = self.layout.to_groups(scales, num_rows), None
-        if not self.is_symmetric:
-            zeros = self.layout.to_groups(tensors["weight_zero_point"], num_rows)
-            offsets = -groups.float() * zeros.float()
-        groups, offsets = narrow_scales(groups, offsets)
+        zeros = None if self.is_symmetric else tensors["weight_zero_point"]
+        groups, offsets = self.layout.canonical(f"{name}.weight_scale", scales, num_rows, zeros)
         return QuantizedTensor("int8", codes, groups, self.layout.group_size(num_columns), offsets)
-
-
-def group_order(name: str, groups: Tensor, group_size: int) -> Tensor | None:
-    """The columns sorted by their groups: [K] int64; None where they are in order, or no order was ever set (-1).
-
-    groups: [K], the group of each column. Raises ModelRefused unless every group has its group_size columns.
-    """
-    import torch
-
-    groups = groups.long()
-    ordered = torch.arange(len(groups)) // group_size
-    if torch.equal(groups, ordered) or (groups == -1).all():
-        return None
-    columns = groups.argsort(stable=True)
-    if not torch.equal(groups[columns], ordered):
-        raise ModelRefused(
-            f"tensor {name} does not put {group_size} columns into each group;"
-            " the checkpoint is damaged or of another group size, get it again"
-        )
-    return columns
-
-
-def _reordered(codes: Tensor, columns: Tensor, num_bits: int) -> Tensor:
-    from gristmill.kernels.quantized import pack_int4, unpack_codes
-
-    if num_bits == 8:
-        return codes[:, columns]
-    return pack_int4(unpack_codes(codes, "int4")[:, columns])
 
 
 def _check_groups(layout: ScaleLayout, num_columns: int) -> None:

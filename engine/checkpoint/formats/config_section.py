@@ -89,6 +89,12 @@ class ConfigSection:
             raise self.refused(key, "two sizes are needed, [128, 128]; download the file again")
         return self._whole(key, value[0]), self._whole(key, value[1])
 
+    def refuse_set(self, keys: Collection[str]) -> None:
+        """Raises ModelRefused for one of the keys that says something."""
+        for key in keys:
+            if self.values.get(key):
+                raise self.refused(key)
+
     def refuse_unknown(self, known: Collection[str]) -> None:
         """Raises ModelRefused for a key that says something and isn't known here."""
         for key, value in self.values.items():

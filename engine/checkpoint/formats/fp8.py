@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.engine.checkpoint.formats.config_section import ConfigSection
 from gristmill.engine.checkpoint.formats.rules import EVERY_MODULE, HEAD, Rule, tree_pattern, wildcard_pattern
-from gristmill.engine.checkpoint.formats.scheme import Stored, check_scales
+from gristmill.engine.checkpoint.formats.scheme import FLOAT_TYPES, Stored, check_scales
 from gristmill.engine.errors import ModelRefused
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from gristmill.kernels.quantized import QuantizedTensor
 
-FLOAT_TYPES = ("BF16", "F16", "F32")
 FP8_KEYS = {
     *("quant_method", "fmt", "activation_scheme", "weight_block_size", "scale_fmt", "dequantize"),
     *("modules_to_not_convert", "ignored_layers", "kv_cache_scheme", "expert_dtype"),
@@ -64,6 +63,20 @@ class ScaleLayout:
         table = scales.reshape(-(-num_rows // rows), -1)
         return table.repeat_interleave(rows, 0)[:num_rows].T.contiguous()
 
+    def canonical(
+        self, name: str, scales: Tensor, num_rows: int, zeros: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(scales, offsets) of the canonical tensor from those of the file, called `name`, and its zero points.
+
+        Raises ModelRefused for scales that are not finite.
+        """
+        from gristmill.kernels.quantized import narrow_scales
+
+        groups = self.to_groups(check_scales(name, scales), num_rows)
+        if zeros is None:
+            return narrow_scales(groups, None)
+        return narrow_scales(groups, -groups.float() * self.to_groups(zeros, num_rows).float())
+
 
 @dataclass(frozen=True, slots=True)
 class FP8Scheme:
@@ -89,11 +102,11 @@ class FP8Scheme:
 
     def build(self, name: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
         """Raises ModelRefused for codes that are NaN and scales that are not finite."""
-        from gristmill.kernels.quantized import QuantizedTensor, narrow_scales
+        from gristmill.kernels.quantized import QuantizedTensor
 
         codes = check_codes(f"{name}.weight", tensors["weight"])
-        scales = check_scales(f"{name}.{self.scale_name}", tensors[self.scale_name])
-        groups, _ = narrow_scales(self.layout.to_groups(scales, codes.shape[0]), None)
+        scales = tensors[self.scale_name]
+        groups, _ = self.layout.canonical(f"{name}.{self.scale_name}", scales, codes.shape[0])
         return QuantizedTensor("fp8", codes, groups, self.layout.group_size(codes.shape[1]))
 
 

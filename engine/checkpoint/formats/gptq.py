@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from gristmill.engine.checkpoint.formats.config_section import ConfigSection
-from gristmill.engine.checkpoint.formats.scheme import Stored, check_group_size
+from gristmill.engine.checkpoint.formats.scheme import FLOAT_TYPES, Stored, check_group_size, group_label
 from gristmill.engine.errors import ModelRefused
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 ZeroForm = Literal["same", "less_one", "words_less_one"]
 _FORMS = ("gptq", "gptq_v2")
 _REFUSED = ("is_marlin_format", "dynamic", "adapter", "rotation")  # they change weights or their settings
-_FLOATS = ("F16", "BF16", "F32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,7 @@ class GptqScheme:
     @property
     def label(self) -> str:
         """`gptq int4 g128`."""
-        groups = "per row" if self.group_size == -1 else f"g{self.group_size}"
-        return f"gptq int{self.bits} {groups}" + (" act-order" if self.has_order else "")
+        return f"gptq int{self.bits} {group_label(self.group_size)}" + " act-order" * self.has_order
 
     def stored(self, num_rows: int, num_columns: int) -> dict[str, Stored]:
         """The tensors of W [num_rows, num_columns]; raises ValueError where they can't hold it."""
@@ -59,7 +57,7 @@ class GptqScheme:
         return {
             "qweight": Stored((num_columns // per_word, num_rows), ("I32",)),
             "qzeros": Stored((num_groups, num_rows // per_word), ("I32",)),
-            "scales": Stored((num_groups, num_rows), _FLOATS),
+            "scales": Stored((num_groups, num_rows), FLOAT_TYPES),
             "g_idx": Stored((num_columns,), ("I32", "I64"), is_optional=not self.has_order),
         }
 
@@ -75,7 +73,8 @@ class GptqScheme:
         group_size = check_group_size(self.group_size, len(qweight) * 32 // self.bits)
         columns = None
         if "g_idx" in tensors:
-            columns = sort_columns(f"{name}.g_idx", tensors["g_idx"], group_size, not self.has_order)
+            unset = None if self.has_order else 0
+            columns = sort_columns(f"{name}.g_idx", tensors["g_idx"], group_size, unset)
         zeros = self._zero_points(f"{name}.qzeros", tensors["qzeros"])
         codes = codes_from_words_of_columns(qweight, self.bits, columns)
         return build_from_codes(name, self.bits, codes, tensors["scales"], zeros, group_size, columns)
@@ -120,9 +119,7 @@ def load_gptq_scheme(path: str, raw: dict[str, Any]) -> GptqScheme:
     form = section.one_of("format", _FORMS, "gptq")
     form = section.one_of("checkpoint_format", _FORMS, form)
     section.one_of("pack_dtype", (None, "int32"))
-    for key in _REFUSED:
-        if raw.get(key):
-            raise section.refused(key)
+    section.refuse_set(_REFUSED)
     zeros: ZeroForm = "same"
     if form == "gptq":
         zeros = "words_less_one" if _is_from_gptqmodel(raw) else "less_one"

@@ -64,20 +64,32 @@ def codes_from_words_of_columns(words: Tensor, bits: int, columns: Tensor | None
     """
     lines = words.T.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 4:  # bytes of little-endian words are pairs of columns already
-        return lines if columns is None else pack_int4(_halves(lines)[:, columns])
-    shifted = (lines if columns is None else lines[:, columns]) ^ 128  # 0 to 255 become -128 to 127
-    return shifted.view(torch.int8)
+        return take_columns(lines, columns)
+    return take_columns((lines ^ 128).view(torch.int8), columns)  # 0 to 255 become -128 to 127
 
 
-def sort_columns(name: str, groups: Tensor, group_size: int, may_be_unset: bool) -> Tensor | None:
+def take_columns(codes: Tensor, columns: Tensor | None) -> Tensor:
+    """Canonical codes, int4 where they are uint8, with the columns in this order."""
+    if columns is None:
+        return codes
+    if codes.dtype == torch.uint8:
+        return pack_int4(torch.stack([codes & 15, codes >> 4], 2).flatten(1)[:, columns])
+    return codes[:, columns]
+
+
+def sort_columns(name: str, groups: Tensor, group_size: int, unset: int | None) -> Tensor | None:
     """The order that puts the columns of each group together, [num_columns] int64; None: they are together.
 
     groups: [num_columns], the group of each column, from tensor `name`; raises ModelRefused where that can't be.
-    may_be_unset: all 0 in several groups means columns in order, as the readers of such files take it.
+    unset: this number in every column means columns in order, as the readers of such files take it.
     """
     if groups.dtype not in (torch.int32, torch.int64):
         raise ModelRefused(f"tensor {name} holds {groups.dtype}, not int32; quantize the model again")
     groups = groups.long()
+    if torch.equal(groups, torch.arange(len(groups)) // group_size) or (
+        unset is not None and (groups == unset).all()
+    ):
+        return None
     num_groups = len(groups) // group_size
     outside = groups[(groups < 0) | (groups >= num_groups)]
     if len(outside):
@@ -85,10 +97,6 @@ def sort_columns(name: str, groups: Tensor, group_size: int, may_be_unset: bool)
             f"tensor {name} names group {int(outside[0])}, but there are {num_groups};"
             " the checkpoint is damaged, get it again"
         )
-    if torch.equal(groups, torch.arange(len(groups)) // group_size):
-        return None
-    if may_be_unset and not groups.any():
-        return None
     sizes = torch.bincount(groups, minlength=num_groups)
     wrong = (sizes != group_size).nonzero()
     if len(wrong):
@@ -98,8 +106,3 @@ def sort_columns(name: str, groups: Tensor, group_size: int, may_be_unset: bool)
             " the checkpoint is damaged, get it again"
         )
     return torch.argsort(groups, stable=True)
-
-
-def _halves(codes: Tensor) -> Tensor:
-    """Both halves of each byte, the low one first. codes: uint8 [n, m]; uint8 [n, 2 m]."""
-    return torch.stack([codes & 15, codes >> 4], 2).flatten(1)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from gristmill.kernels.quantized import QuantizedTensor
 
 
+FLOAT_TYPES = ("BF16", "F16", "F32")
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """One tensor that a module has in the file. types: the safetensors names of its possible types."""
@@ -54,6 +57,11 @@ def check_scales(name: str, scales: Tensor) -> Tensor:
             f"tensor {name} holds numbers that are not finite; the checkpoint is damaged, get it again"
         )
     return scales
+
+
+def group_label(group_size: int) -> str:
+    """`g128`; -1: all columns."""
+    return "per row" if group_size == -1 else f"g{group_size}"
 
 
 def check_group_size(group_size: int, num_columns: int) -> int:

@@ -25,112 +25,62 @@ ORDINARY = (
     *("model.embed_tokens", "model.norm", "model.layers.0.input_layernorm"),
     *("model.layers.0.self_attn.q_norm", "model.layers.0.post_attention_layernorm"),
 )
-INT4_WEIGHTS: dict[str, Any] = {
-    "actorder": None,
-    "block_structure": None,
-    "dynamic": False,
-    "group_size": 128,
-    "num_bits": 4,
-    "observer": "minmax",
-    "observer_kwargs": {},
-    "strategy": "group",
-    "symmetric": True,
-    "type": "int",
-}
+INT4_WEIGHTS: dict[str, Any] = json.loads("""
+{"actorder": null, "block_structure": null, "dynamic": false, "group_size": 128, "num_bits": 4,
+ "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": true, "type": "int"}
+""")
 FP8_WEIGHTS = INT4_WEIGHTS | {"group_size": None, "num_bits": 8, "strategy": "channel", "type": "float"}
 DYNAMIC_TOKENS = FP8_WEIGHTS | {"dynamic": True, "strategy": "token", "observer": None}
 STATIC_TENSOR = FP8_WEIGHTS | {"strategy": "tensor"}
-AWQ: dict[str, Any] = {  # Qwen2.5-7B-Instruct-AWQ
-    "bits": 4,
-    "group_size": 128,
-    "modules_to_not_convert": None,
-    "quant_method": "awq",
-    "version": "gemm",
-    "zero_point": True,
-}
-GPTQ: dict[str, Any] = {  # Qwen2.5-7B-Instruct-GPTQ-Int4
-    "batch_size": 1,
-    "bits": 4,
-    "block_name_to_quantize": None,
-    "cache_block_outputs": True,
-    "damp_percent": 0.01,
-    "dataset": None,
-    "desc_act": False,
-    "exllama_config": {"version": 1},
-    "group_size": 128,
-    "max_input_length": None,
-    "model_seqlen": None,
-    "module_name_preceding_first_block": None,
-    "modules_in_block_to_quantize": None,
-    "pad_token_id": None,
-    "quant_method": "gptq",
-    "sym": True,
-    "tokenizer": None,
-    "true_sequential": True,
-    "use_cuda_fp16": False,
-    "use_exllama": True,
-}
-QWEN3_FP8: dict[str, Any] = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"],
-    "quant_method": "fp8",
-    "weight_block_size": [128, 128],
-}
-AUTO_FP8: dict[str, Any] = {  # neuralmagic/Meta-Llama-3-8B-Instruct-FP8-KV
-    "activation_scheme": "static",
-    "ignored_layers": ["lm_head"],
-    "kv_cache_scheme": "static",
-    "quant_method": "fp8",
-}
-MISTRAL_FP8: dict[str, Any] = {  # Ministral-3
-    "activation_scheme": "static",
-    "dequantize": False,
-    "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
-    "quant_method": "fp8",
-    "weight_block_size": None,
-}
-MODELOPT: dict[str, Any] = {  # nvidia/Qwen3-8B-FP8
-    "config_groups": {
-        "group_0": {
-            "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
-            "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
-            "targets": ["Linear"],
-        }
-    },
-    "ignore": ["lm_head"],
-    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
-    "producer": {"name": "modelopt", "version": "0.33.0"},
-    "quant_algo": "FP8",
-    "quant_method": "modelopt",
-}
+# Qwen2.5-7B-Instruct-AWQ, Qwen2.5-7B-Instruct-GPTQ-Int4, Qwen3-FP8, neuralmagic/Meta-Llama-3-8B-Instruct-FP8-KV,
+# Ministral-3 and nvidia/Qwen3-8B-FP8
+AWQ, GPTQ, QWEN3_FP8, AUTO_FP8, MISTRAL_FP8, MODELOPT = json.loads("""[
+{"bits": 4, "group_size": 128, "modules_to_not_convert": null, "quant_method": "awq", "version": "gemm",
+ "zero_point": true},
+{"batch_size": 1, "bits": 4, "block_name_to_quantize": null, "cache_block_outputs": true, "damp_percent": 0.01,
+ "dataset": null, "desc_act": false, "exllama_config": {"version": 1}, "group_size": 128, "max_input_length": null,
+ "model_seqlen": null, "module_name_preceding_first_block": null, "modules_in_block_to_quantize": null,
+ "pad_token_id": null, "quant_method": "gptq", "sym": true, "tokenizer": null, "true_sequential": true,
+ "use_cuda_fp16": false, "use_exllama": true},
+{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+ "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"]},
+{"activation_scheme": "static", "ignored_layers": ["lm_head"], "kv_cache_scheme": "static", "quant_method": "fp8"},
+{"activation_scheme": "static", "dequantize": false, "quant_method": "fp8", "weight_block_size": null,
+ "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]},
+{"config_groups": {"group_0": {"input_activations": {"dynamic": false, "num_bits": 8, "type": "float"},
+                               "weights": {"dynamic": false, "num_bits": 8, "type": "float"},
+                               "targets": ["Linear"]}},
+ "ignore": ["lm_head"], "kv_cache_scheme": {"dynamic": false, "num_bits": 8, "type": "float"},
+ "producer": {"name": "modelopt", "version": "0.33.0"}, "quant_algo": "FP8", "quant_method": "modelopt"}
+]""")
 
 
 def _compressed(storage: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A quantization_config as llm-compressor writes it, with one group."""
     group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
-    base: dict[str, Any] = {
-        "config_groups": {"group_0": group | more.pop("group", {})},
-        "format": storage,
-        "global_compression_ratio": None,
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "sparsity_config": {},
-        "transform_config": {},
-        "version": "0.10.3.dev47+ge463fe6",
-    }
+    base: dict[str, Any] = json.loads("""
+{"global_compression_ratio": null, "ignore": ["lm_head"], "kv_cache_scheme": null,
+ "quant_method": "compressed-tensors", "quantization_status": "compressed", "sparsity_config": {},
+ "transform_config": {}, "version": "0.10.3.dev47+ge463fe6"}
+""") | {"format": storage, "config_groups": {"group_0": group | more.pop("group", {})}}
     return base | more
 
 
+def _packed(**weights: Any) -> dict[str, Any]:
+    return _compressed("pack-quantized", INT4_WEIGHTS | weights)
+
+
+def _float(group: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    return _compressed("float-quantized", FP8_WEIGHTS | weights, group=group or {})
+
+
 W4A16 = _compressed("pack-quantized", INT4_WEIGHTS)  # RedHatAI/Qwen3-8B-quantized.w4a16
-FP8_DYNAMIC = _compressed("float-quantized", FP8_WEIGHTS, group={"input_activations": DYNAMIC_TOKENS})
+FP8_DYNAMIC = _float({"input_activations": DYNAMIC_TOKENS})
 FP8_STATIC = _compressed("float-quantized", STATIC_TENSOR, group={"input_activations": STATIC_TENSOR})
 W8A8 = _compressed(
     "int-quantized", FP8_WEIGHTS | {"type": "int"}, group={"input_activations": DYNAMIC_TOKENS}
 )
-BLOCK_FP8 = FP8_WEIGHTS | {"strategy": "block", "block_structure": [128, 128]}
+BLOCKS: dict[str, Any] = {"strategy": "block", "block_structure": [128, 128]}
 
 
 def _plan(
@@ -158,7 +108,7 @@ def _refusal(quantization: object, **config: Any) -> str:
         (FP8_STATIC, "compressed-tensors fp8 per tensor"),
         (W8A8, "compressed-tensors int8 per row"),
         (_compressed("naive-quantized", FP8_WEIGHTS), "compressed-tensors fp8 per row"),
-        (_compressed("float-quantized", BLOCK_FP8), "compressed-tensors fp8 128x128"),
+        (_float(**BLOCKS), "compressed-tensors fp8 128x128"),
         (QWEN3_FP8, "fp8 128x128"),
         (AUTO_FP8, "fp8 per tensor"),
         (MISTRAL_FP8, "fp8 per tensor"),
@@ -186,13 +136,11 @@ def test_a_model_without_the_keys_has_no_plan(tmp_path: Path) -> None:
 
 def test_the_storage_follows_the_configuration() -> None:
     assert _plan(W4A16).scheme_of(GATE) == PackedScheme(4, ScaleLayout(1, 128))
-    asymmetric = _compressed("pack-quantized", INT4_WEIGHTS | {"symmetric": False, "actorder": "group"})
+    asymmetric = _packed(symmetric=False, actorder="group")
     assert _plan(asymmetric).scheme_of(GATE) == PackedScheme(4, ScaleLayout(1, 128), False, True)
-    static_order = _compressed("pack-quantized", INT4_WEIGHTS | {"actorder": "weight"})
+    static_order = _packed(actorder="weight")
     assert _plan(static_order).scheme_of(GATE) == PackedScheme(4, ScaleLayout(1, 128))
-    per_row = _compressed(
-        "pack-quantized", INT4_WEIGHTS | {"group_size": -1, "strategy": None, "num_bits": 8}
-    )
+    per_row = _packed(group_size=-1, strategy=None, num_bits=8)
     assert _plan(per_row).scheme_of(GATE) == PackedScheme(8, ScaleLayout(1))
     assert _plan(W8A8).scheme_of(GATE) == IntScheme(ScaleLayout(1))
     assert _plan(FP8_STATIC).scheme_of(GATE) == FP8Scheme("compressed-tensors", ScaleLayout())
@@ -390,28 +338,22 @@ def test_scales_of_the_cache_are_known_tensors() -> None:
         (W4A16 | {"config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16 is ['Linear']"),
         (W4A16 | {"config_groups": None}, "config_groups is None"),
         (W4A16 | {"ignore": ["re:["]}, "'[' is not a regular expression"),
-        (_compressed("pack-quantized", INT4_WEIGHTS | {"num_bits": 3}), "group_0.weights.num_bits is 3"),
-        (_compressed("pack-quantized", INT4_WEIGHTS | {"type": "float"}), "weights.type is 'float'"),
-        (
-            _compressed("pack-quantized", INT4_WEIGHTS | {"strategy": "tensor_group"}),
-            "strategy is 'tensor_group'",
-        ),
-        (_compressed("pack-quantized", INT4_WEIGHTS | {"group_size": 0}), "group_size is 0"),
-        (_compressed("pack-quantized", INT4_WEIGHTS | {"actorder": "mystery"}), "actorder is 'mystery'"),
-        (_compressed("pack-quantized", INT4_WEIGHTS | {"dynamic": True}), "weights.dynamic is True"),
-        (_compressed("pack-quantized", INT4_WEIGHTS | {"codebook": "nf4"}), "weights.codebook is 'nf4'"),
+        (_packed(num_bits=3), "group_0.weights.num_bits is 3"),
+        (_packed(type="float"), "weights.type is 'float'"),
+        (_packed(strategy="tensor_group"), "strategy is 'tensor_group'"),
+        (_packed(group_size=0), "group_size is 0"),
+        (_packed(actorder="mystery"), "actorder is 'mystery'"),
+        (_packed(dynamic=True), "weights.dynamic is True"),
+        (_packed(codebook="nf4"), "weights.codebook is 'nf4'"),
         (_compressed("int-quantized", INT4_WEIGHTS | {"actorder": "group"}), "actorder is 'group'"),
-        (_compressed("float-quantized", FP8_WEIGHTS | {"symmetric": False}), "symmetric is False"),
-        (_compressed("float-quantized", FP8_WEIGHTS | {"num_bits": 4}), "num_bits is 4"),
-        (_compressed("float-quantized", BLOCK_FP8 | {"block_structure": [128]}), "block_structure is [128]"),
+        (_float(symmetric=False), "symmetric is False"),
+        (_float(num_bits=4), "num_bits is 4"),
+        (_float(strategy="block", block_structure=[128]), "block_structure is [128]"),
         (
             _compressed("pack-quantized", INT4_WEIGHTS, group={"targets": ["Linear", "Embedding"]}),
             "targets is ['Linear', 'Embedding']",
         ),
-        (
-            _compressed("float-quantized", FP8_WEIGHTS, group={"output_activations": STATIC_TENSOR}),
-            "output_activations",
-        ),
+        (_float(group={"output_activations": STATIC_TENSOR}), "output_activations"),
         (FP8_STATIC | {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "kv_cache_scheme.type is 'int'"),
         (FP8_STATIC | {"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme.num_bits is 4"),
         (AUTO_FP8 | {"kv_cache_scheme": "int4"}, "kv_cache_scheme is 'int4'"),

@@ -20,21 +20,14 @@ from tests.engine.formats.checkpoint_variants import SIZES, VARIANTS
 from tests.engine.tiny_models import build_tiny_model
 
 UP = "model.layers.1.mlp.up_proj"
-NAMES = {
-    **{"awq": "awq gemm g128", "gptq": "gptq int4 g64 asym", "packed": "compressed-tensors int4 g64"},
-    **{
-        "int8": "compressed-tensors int8 per row, dynamic inputs",
-        "blocks": "fp8 128x128",
-        "modelopt": "modelopt fp8",
-    },
-}
-SCALES = {
-    **{"awq": "scales", "gptq": "scales", "packed": "weight_scale", "int8": "weight_scale"},
-    **{"blocks": "weight_scale_inv", "modelopt": "weight_scale"},
-}
-CODES = {
-    **{"awq": "qweight", "gptq": "qweight", "packed": "weight_packed", "int8": "weight"},
-    **{"blocks": "weight", "modelopt": "weight"},
+# key: (the variant, its codes, its scales)
+FORMATS = {
+    "awq": ("awq gemm g128", "qweight", "scales"),
+    "gptq": ("gptq int4 g64 asym", "qweight", "scales"),
+    "packed": ("compressed-tensors int4 g64", "weight_packed", "weight_scale"),
+    "int8": ("compressed-tensors int8 per row, dynamic inputs", "weight", "weight_scale"),
+    "blocks": ("fp8 128x128", "weight", "weight_scale_inv"),
+    "modelopt": ("modelopt fp8", "weight", "weight_scale"),
 }
 
 
@@ -43,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("quantized")
     by_name = {variant.name: variant for variant in VARIANTS}
     found = {}
-    for key, name in NAMES.items():
+    for key, (name, _, _) in FORMATS.items():
         plain = base / by_name[name].architecture
         if not plain.exists():
             build_tiny_model(plain, by_name[name].architecture, **SIZES)
@@ -73,24 +66,16 @@ def damage(folders: dict[str, Path], tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-@pytest.mark.parametrize("key", NAMES)
-def test_a_missing_scale_is_refused(damage: Callable[..., str], key: str) -> None:
-    name = f"{UP}.{SCALES[key]}"
-    assert f"tensor {name} is missing" in damage(key, lambda tensors: tensors.pop(name))
-
-
-@pytest.mark.parametrize("key", [key for key in NAMES if key != "modelopt"])
-def test_swapped_codes_are_refused(damage: Callable[..., str], key: str) -> None:
-    name = f"{UP}.{CODES[key]}"
-    text = damage(key, lambda tensors: tensors.update({name: tensors[name].T}))
-    assert f"tensor {name} is" in text
-
-
-@pytest.mark.parametrize("key", NAMES)
-def test_scales_that_are_not_numbers_are_refused(damage: Callable[..., str], key: str) -> None:
-    name = f"{UP}.{SCALES[key]}"
-    text = damage(key, lambda tensors: tensors[name].view(-1)[:1].fill_(torch.nan))
-    assert f"tensor {name} holds numbers that are not finite" in text
+@pytest.mark.parametrize("key", FORMATS)
+def test_missing_scales_scales_that_are_not_numbers_and_codes_of_another_shape_are_refused(
+    damage: Callable[..., str], key: str
+) -> None:
+    codes, scale = (f"{UP}.{name}" for name in FORMATS[key][1:])
+    assert f"tensor {scale} is missing" in damage(key, lambda tensors: tensors.pop(scale))
+    said = damage(key, lambda tensors: tensors[scale].view(-1)[:1].fill_(torch.nan))
+    assert f"tensor {scale} holds numbers that are not finite" in said
+    said = damage(key, lambda tensors: tensors.update({codes: tensors[codes][:, :-1]}))
+    assert f"tensor {codes} is" in said
 
 
 @pytest.mark.parametrize("key", ["blocks", "modelopt"])
@@ -114,21 +99,15 @@ def test_a_module_that_should_be_quantized_and_is_not_is_refused(damage: Callabl
     assert f"{UP}.weight_packed is missing" in damage("packed", change)
 
 
-@pytest.mark.parametrize(("key", "size"), [("awq", 96), ("gptq", 96)])
+@pytest.mark.parametrize("key", ["awq", "gptq", "packed"])
 def test_groups_that_do_not_divide_the_columns_are_refused(
-    damage: Callable[..., str], key: str, size: int
+    damage: Callable[..., str], folders: dict[str, Path], key: str
 ) -> None:
-    text = damage(key, group_size=size)
-    assert f"group size {size} does not divide its 128 columns" in text
-    assert "model.layers.0." in text
-
-
-def test_groups_of_compressed_tensors_that_do_not_divide_are_refused(
-    damage: Callable[..., str], folders: dict[str, Path]
-) -> None:
-    config = json.loads((folders["packed"] / "config.json").read_text())["quantization_config"]
-    config["config_groups"]["group_0"]["weights"]["group_size"] = 96
-    assert "group size 96 does not divide its 128 columns" in damage("packed", **config)
+    config = json.loads((folders[key] / "config.json").read_text())["quantization_config"]
+    of_weights = config["config_groups"]["group_0"]["weights"] if key == "packed" else config
+    of_weights["group_size"] = 96
+    said = damage(key, **config)
+    assert "group size 96 does not divide its 128 columns" in said and "model.layers.0." in said
 
 
 def test_a_truncated_shard_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
