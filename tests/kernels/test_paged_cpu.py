@@ -105,7 +105,7 @@ class Step:
         assert out.dtype == self.dtype and (out[len(q) - padding :] == 0).all()
         stored = [self.kept(kv, kv_dtype or self.dtype) for kv in self.kv]
         want = [
-            reference.causal_attention(q, *kv.unbind(1), self.dim**-0.5, self.window)
+            reference.causal_attention(q, *kv.unbind(1), self.dim**-0.5, self.window)  # type: ignore[call-arg]
             for q, kv in zip(self.queries, stored, strict=True)
         ]
         return out[: len(q) - padding].unflatten(1, (self.heads, self.dim)), torch.cat(want)
@@ -190,7 +190,7 @@ def test_appending_norms_rotates_and_stores(backend, dtype, normed):
     norms = None
     q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
     if normed:
-        norms = contract.HeadNorms(*torch.randn(2, dim, generator=generator), 1e-6)
+        norms = contract.HeadNorms(*torch.randn(2, dim, generator=generator), 1e-6)  # type: ignore[call-arg]
         q, k = reference.rms_norm(q.float(), norms.q, 1e-6), reference.rms_norm(k.float(), norms.k, 1e-6)
     cos, sin = angles.cos()[positions][:, None], angles.sin()[positions][:, None]
     want = torch.cat([reference.rope(q.float(), cos, sin), reference.rope(k.float(), cos, sin), v.float()], 1)

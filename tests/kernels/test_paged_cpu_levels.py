@@ -39,7 +39,7 @@ def test_attention_in_float32_equals_the_reference(backend, name):
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*CASE_NAMES, *(name for name, case in CASES.items() if "window" in case)])
+@pytest.mark.parametrize("name", [*CASE_NAMES, *(name for name, case in CASES.items() if "window" in case)])  # type: ignore[operator]
 def test_attention_in_bfloat16_stays_within_its_precision_whatever_blocks_held_before(backend, name):
     got, want = Step(**CASES[name], dtype=torch.bfloat16).run(backend, poison=True)
     torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)

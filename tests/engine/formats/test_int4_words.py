@@ -113,7 +113,7 @@ def test_literal_bytes_become_the_codes_and_zero_points_written_by_hand(
     weight = scheme.build(NAME, tensors)
     assert weight.codes.numpy().tobytes() == bytes.fromhex(GOLDEN)
     zero = torch.where(COLUMNS < 4, *zeros)
-    assert torch.equal(weight.dequantize(), (ROWS + COLUMNS - zero).float())
+    assert torch.equal(weight.dequantize(), (ROWS + COLUMNS - zero).float())  # type: ignore[operator]
 
 
 def test_literal_bytes_of_8_bits_become_signed_codes() -> None:
@@ -339,7 +339,7 @@ G128 = {"bits": 4, "group_size": 128}
             "awq int4 g128",
         ),
         *(
-            (load_gptq_scheme, G128 | raw, scheme, f"gptq int{scheme.bits} {label}")
+            (load_gptq_scheme, G128 | raw, scheme, f"gptq int{scheme.bits} {label}")  # type: ignore[operator]
             for raw, scheme, label in [
                 ({}, GptqScheme(4, 128), "g128"),
                 ({"sym": True, "desc_act": False}, GptqScheme(4, 128, is_symmetric=True), "g128"),
