@@ -5,6 +5,7 @@ Derived settings come from functions that return new objects; nothing here is ch
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -81,6 +82,11 @@ def engine_flags() -> dict[str, EngineFlag]:
     return {each.name: each.metadata["flag"] for each in fields(EngineOptions) if "flag" in each.metadata}
 
 
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """What yarn multiplies cosines and sines by, unless a model says it (arXiv 2309.00071, section 3.4)."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """Rotary scaling as config.json states it. kind: linear, llama3 or yarn."""
@@ -93,6 +99,10 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+
+    def stretch(self, context_size: int) -> int:
+        """The tokens of context that a model has with it, which states `context_size`; only yarn adds to them."""
+        return max(context_size, int(self.factor * self.original_context_size) if self.kind == "yarn" else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +133,3 @@ class ModelConfig:
     def kv_bytes_per_token_f32(self) -> int:
         """Bytes of keys and values that one token takes over all layers, in float32."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
-
-
-def to_plain(options: EngineOptions) -> dict[str, Any]:
-    """The options as plain values, for the message to the engine process."""
-    return {name: getattr(options, name) for name in EngineOptions.__slots__}

@@ -12,7 +12,7 @@ from gristmill.engine.checkpoint.eos import gguf_eos_token_ids
 from gristmill.engine.checkpoint.formats.config_section import ConfigSection
 from gristmill.engine.checkpoint.gguf import GGUFFile, tensor_bytes
 from gristmill.engine.checkpoint.gguf_quants import dequantize
-from gristmill.engine.config import ModelConfig, RopeScaling
+from gristmill.engine.config import ModelConfig, RopeScaling, yarn_magnitude
 from gristmill.engine.errors import ModelRefused
 
 # A list, one number for each layer, is what a model has whose layers differ.
@@ -46,8 +46,7 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
     rope_theta = keys.number("rope.freq_base", 10000.0)
     context_size = keys.size("context_length")
     scaling = _rope_scaling(file, keys, head_dim, rope_theta, context_size)
-    if scaling is not None and scaling.kind == "yarn":
-        context_size = max(context_size, int(scaling.factor * scaling.original_context_size))
+    context_size = context_size if scaling is None else scaling.stretch(context_size)
     window = keys.number("attention.sliding_window", 0.0)
     return ModelConfig(
         architecture=architecture,
@@ -93,14 +92,13 @@ def _rope_scaling(
             f"{file.path}: rope scaling {kind!r} is not supported; use a model with linear, llama3 or yarn"
         )
     original = keys.size("rope.scaling.original_context_length", context_size)
-    magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
     return RopeScaling(
         "yarn",
         factor,
         original,
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
-        attention_factor=magnitude * keys.number("rope.scaling.attn_factor", 1.0),
+        attention_factor=yarn_magnitude(factor) * keys.number("rope.scaling.attn_factor", 1.0),
     )
 
 

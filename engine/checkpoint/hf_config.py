@@ -5,7 +5,6 @@ What is particular to an architecture, defaults and flags, is its row in archite
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from gristmill.engine.checkpoint.architectures import ARCHITECTURES, Architecture
 from gristmill.engine.checkpoint.eos import hf_eos_token_ids
 from gristmill.engine.checkpoint.formats.config_section import ConfigSection
-from gristmill.engine.config import ModelConfig, RopeScaling
+from gristmill.engine.config import ModelConfig, RopeScaling, yarn_magnitude
 from gristmill.engine.errors import ModelRefused
 from gristmill.engine.model_files import load_json_object
 
@@ -35,8 +34,7 @@ def hf_model_config(folder: Path) -> ModelConfig:
     hidden_size = keys.size("hidden_size")
     context_size = keys.size("max_position_embeddings")
     scaling, rope_theta = _rope(path, raw, context_size)
-    if scaling is not None and scaling.kind == "yarn":
-        context_size = max(context_size, int(scaling.factor * scaling.original_context_size))
+    context_size = context_size if scaling is None else scaling.stretch(context_size)
     num_layers = keys.size("num_hidden_layers")
     window = _sliding_window(path, keys.values, architecture.sliding_window, num_layers)
     return ModelConfig(
@@ -148,14 +146,11 @@ def _scaling(kind: str, parameters: dict[str, Any], context_size: int) -> RopeSc
 
 
 def _yarn_attention_factor(parameters: dict[str, Any], factor: float) -> float:
-    """What cosines and sines are multiplied by (YaRN, arXiv 2309.00071, section 3.4)."""
-
-    def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
+    """What cosines and sines are multiplied by."""
     stated = parameters.get("attention_factor")
     if stated is not None:
         return float(stated)
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return magnitude(float(parameters["mscale"])) / magnitude(float(parameters["mscale_all_dim"]))
-    return magnitude(1.0)
+        over = yarn_magnitude(factor, float(parameters["mscale_all_dim"]))
+        return yarn_magnitude(factor, float(parameters["mscale"])) / over
+    return yarn_magnitude(factor)

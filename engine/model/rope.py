@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from gristmill.engine.config import ModelConfig, RopeScaling
+from gristmill.engine.config import ModelConfig, RopeScaling, yarn_magnitude
 from gristmill.kernels.contract import RopeTables
 
 
@@ -54,9 +54,5 @@ def _yarn(plain: Tensor, s: RopeScaling, config: ModelConfig) -> tuple[Tensor, f
     high = min(math.ceil(dimension_of(s.beta_slow)), dim - 1)
     ramp = (torch.arange(dim // 2).float() - low) / max(high - low, 0.001)
     keep = 1 - ramp.clamp(0, 1)
-    attention = s.attention_factor if s.attention_factor is not None else _yarn_attention(s.factor)
+    attention = s.attention_factor if s.attention_factor is not None else yarn_magnitude(s.factor)
     return plain / s.factor * (1 - keep) + plain * keep, attention
-
-
-def _yarn_attention(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0

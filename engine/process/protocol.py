@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgpack  # type: ignore[import-untyped, unused-ignore]
 
-from gristmill.engine.config import EngineOptions, to_plain
+from gristmill.engine.config import EngineOptions
 from gristmill.engine.errors import EngineError
 from gristmill.engine.request import Completion, EngineCounters, EngineInfo, Request, SamplingParams
 
@@ -83,7 +83,7 @@ def _decode_body(body: memoryview) -> Message:
 
 def encode_load(model: str, options: EngineOptions) -> bytes:
     """The first message to an engine: which model, with which options."""
-    return encode_message("load", {"model": model, "options": to_plain(options)})
+    return encode_message("load", {"model": model, "options": _fields(options)})
 
 
 def decode_load(payload: Any) -> tuple[str, EngineOptions]:
@@ -184,7 +184,7 @@ def encode_fatal(code: str, message: str) -> bytes:
     return encode_message("fatal", {"code": code, "message": message})
 
 
-def _fields(value: SamplingParams | EngineInfo | EngineCounters) -> dict[str, Any]:
+def _fields(value: EngineOptions | SamplingParams | EngineInfo | EngineCounters) -> dict[str, Any]:
     return {name: getattr(value, name) for name in type(value).__slots__}
 
 
