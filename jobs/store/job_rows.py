@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -21,6 +21,7 @@ from gristmill.jobs.records import PRIORITIES, JobRecord, Signal
 from gristmill.jobs.source import Plan, ShardRange, Source
 from gristmill.jobs.states import JOB_STATES_BEFORE, TERMINAL_JOB_STATES, JobState, Runner, ShardState
 from gristmill.jobs.stats import JobStats
+from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.models import events, jobs, shards
 
 # Of a job that nobody plans, stops or finalizes, and that owes nobody a notice.
@@ -91,6 +92,23 @@ def change_job(
     """The UPDATE of one job's row; False when it isn't, or is no longer, as `where` says."""
     change = update(jobs).where(jobs.c.id == job_id, *where).values(**values)
     return connection.execute(change).rowcount == 1
+
+
+def change_jobs(
+    database: Database,
+    where: Callable[[float], Sequence[ColumnElement[bool]]],
+    change: Callable[[Connection, str, float], bool],
+) -> list[str]:
+    """The ids of the queue's jobs that `where` finds now and `change` changed, in a transaction each."""
+    with database.read() as (connection, now):
+        found = select(jobs.c.id).where(jobs.c.runner == Runner.WORKERS, *where(now))
+        job_ids = connection.scalars(found.order_by(jobs.c.id)).all()
+    changed = []
+    for job_id in job_ids:
+        with database.write() as (connection, now):
+            if change(connection, job_id, now):
+                changed.append(job_id)
+    return changed
 
 
 def lock_job(connection: Connection, job_id: str) -> Row[Any] | None:

@@ -127,17 +127,12 @@ class Killed(BaseException):
 
 # After a step is mostly before the next one; these change something.
 KILLS = [
-    ("before", "list_attempts"),
-    ("before", "remove_strays"),
-    ("before", "_check_parts"),
-    ("before", "_put_manifest"),
-    ("before", "storage.delete_all"),
-    ("after", "storage.delete_all"),
-    ("before", "storage.sweep"),
-    ("before", "storage.put_new"),
-    ("after", "storage.put_new"),
-    ("before", "complete"),
-    ("after", "complete"),
+    *(
+        ("before", step)
+        for step in ("list_attempts", "remove_strays", "_check_parts", "_put_manifest", "complete")
+    ),
+    *(("before", step) for step in ("storage.delete_all", "storage.sweep", "storage.put_new")),
+    *(("after", step) for step in ("storage.delete_all", "storage.put_new", "complete")),
 ]
 
 
