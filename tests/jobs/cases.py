@@ -137,6 +137,13 @@ def run_queue(store: Store, storage: Storage) -> None:
         finish_shard(store, storage, claim)
 
 
+def run_job(store: Store, storage: Storage, output: Path | str, *shard_rows: int, **spec: Any) -> JobRecord:
+    """A job of the queue of which every shard is done."""
+    job = submit_job(store, output, *shard_rows, **spec)
+    run_queue(store, storage)
+    return job
+
+
 def finish_shard(store: Store, storage: Storage, claim: ShardClaim, num_errors: int = -1) -> ShardClaim:
     """Strips and computes what is left of a shard; with num_errors, so many of the rows are errors."""
     if claim.strip_errors:

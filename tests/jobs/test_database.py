@@ -97,10 +97,9 @@ def test_a_full_disk_under_the_file_says_so(sqlite_engine: Engine) -> None:
 def test_a_file_that_stays_locked_means_try_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gristmill.jobs.store.database, "BUSY_TIMEOUT_S", 0.05)
     engine = connect_database(f"sqlite:///{path}")
-    with Database(engine).write():
-        with pytest.raises(StoreUnavailable, match="does not answer now.*locked"):
-            with Database(engine).write():
-                pass
+    with Database(engine).write(), pytest.raises(StoreUnavailable, match="does not answer now.*locked"):
+        with Database(engine).write():
+            pass
     engine.dispose()
 
 
@@ -233,9 +232,8 @@ def test_a_transaction_that_stands_still_is_ended_by_the_server(
 def test_a_statement_that_can_never_work_is_no_reason_to_try_again(
     postgres_engine: Engine, statement: str
 ) -> None:
-    with pytest.raises(StoreError) as caught:
-        with Database(postgres_engine).write() as (connection, _):
-            connection.execute(text(statement))
+    with pytest.raises(StoreError) as caught, Database(postgres_engine).write() as (connection, _):
+        connection.execute(text(statement))
     assert not isinstance(caught.value, StoreUnavailable)
     assert "\n" not in str(caught.value)
 

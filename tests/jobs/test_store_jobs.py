@@ -27,6 +27,7 @@ from tests.jobs.cases import (
     create_job,
     dead_owner,
     run_all,
+    run_job,
 )
 
 
@@ -145,8 +146,7 @@ def test_a_cancelled_job_resumes_without_its_committed_rows(
 def test_a_completed_job_cannot_be_cancelled_failed_or_resumed(
     store: Store, storage: Storage, out: Path
 ) -> None:
-    job = create_job(store, out, 2)
-    run_all(store, storage, job)
+    job = run_job(store, storage, out, 2)
     claim = store.finalizing.claim(job.job_id, ELSEWHERE)
     assert claim is not None
     assert store.finalizing.complete(claim, JobState.COMPLETED)
@@ -187,9 +187,11 @@ def test_a_resumed_job_tries_its_failed_shards_again(store: Store, storage: Stor
     assert (again.range.shard_index, again.crash_count) == (0, 0)
 
 
-def test_one_process_finalizes_at_a_time(store: Store, storage: Storage, clock: Clock, out: Path) -> None:
-    job = create_job(store, out, 2)
-    run_all(store, storage, job)
+def test_one_process_finalizes_at_a_time_and_one_that_is_gone_is_followed(
+    store: Store, storage: Storage, clock: Clock, out: Path
+) -> None:
+    job = run_job(store, storage, out, 2)
+    assert store.finalizing.waiting() == [job.job_id]
     first = store.finalizing.claim(job.job_id, ELSEWHERE)
     assert first is not None
     assert store.finalizing.claim(job.job_id, OTHER_PLACE) is None
@@ -197,12 +199,16 @@ def test_one_process_finalizes_at_a_time(store: Store, storage: Storage, clock: 
     assert store.finalizing.renew(first)
     clock.now += 50
     assert store.finalizing.claim(job.job_id, OTHER_PLACE) is None
+    assert store.finalizing.waiting() == []
     clock.now += 11
-    second = store.finalizing.claim(job.job_id, OTHER_PLACE)
-    assert second is not None
+    assert store.finalizing.waiting() == [job.job_id]
+    assert store.finalizing.claim(job.job_id, dead_owner())
+    assert store.finalizing.waiting() == [job.job_id]
+    last = store.finalizing.claim(job.job_id, current_owner())
+    assert last is not None and store.finalizing.waiting() == []
     assert not store.finalizing.renew(first)
     assert not store.finalizing.complete(first, JobState.COMPLETED)
-    assert store.finalizing.complete(second, JobState.COMPLETED)
+    assert store.finalizing.complete(last, JobState.COMPLETED)
 
 
 def work_for(store: Store, clock: Clock, job: JobRecord, seconds: int) -> None:
@@ -275,10 +281,7 @@ def test_events_are_kept(store: Store, out: Path) -> None:
 
 
 def test_shards_belong_to_a_job(store: Store) -> None:
-    with pytest.raises(StoreError, match="(?i)foreign key"):
-        with store.database.write() as (connection, _):
-            values = {"shard_index": 0, "source_index": 0, "first_row": 0, "num_rows": 0, "num_records": 0}
-            shard = insert(shards).values(
-                job_id="job_x", state="queued", byte_offset=0, byte_size=0, **values
-            )
-            connection.execute(shard)
+    with pytest.raises(StoreError, match="(?i)foreign key"), store.database.write() as (connection, _):
+        values = {"shard_index": 0, "source_index": 0, "first_row": 0, "num_rows": 0, "num_records": 0}
+        shard = insert(shards).values(job_id="job_x", state="queued", byte_offset=0, byte_size=0, **values)
+        connection.execute(shard)

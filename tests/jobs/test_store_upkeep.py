@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from gristmill.jobs.output.finalize import finalize_job
-from gristmill.jobs.owner import current_owner
 from gristmill.jobs.records import Notice, WorkerModel
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import Storage
@@ -38,21 +37,6 @@ def test_a_job_is_finalized_once_its_last_shard_ended(
     finish_shard(store, storage, last)
     assert store.finalizing.waiting() == [job.job_id]
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.FAILED
-    assert store.finalizing.waiting() == []
-
-
-def test_a_finalizer_that_is_gone_is_followed(
-    store: Store, storage: Storage, clock: Clock, out: Path
-) -> None:
-    job = submit_job(store, out, 2)
-    run_queue(store, storage)
-    assert store.finalizing.claim(job.job_id, ELSEWHERE)
-    assert store.finalizing.waiting() == []
-    clock.now += 61
-    assert store.finalizing.waiting() == [job.job_id]
-    assert store.finalizing.claim(job.job_id, dead_owner())
-    assert store.finalizing.waiting() == [job.job_id]
-    assert store.finalizing.claim(job.job_id, current_owner())
     assert store.finalizing.waiting() == []
 
 
