@@ -181,7 +181,8 @@ def enter_state(
 ) -> bool:
     """The conditional UPDATE into `state`; False when the job is in no state that may precede it."""
     assert state not in TERMINAL_JOB_STATES, f"{state} is an end: end_job tells the submitter"
-    return _change_state(connection, job_id, state, values or {}, before, ())
+    values = {"state": state, **(values or {})}
+    return change_job(connection, job_id, values, _may_precede(state, before))
 
 
 def end_job(
@@ -200,12 +201,13 @@ def end_job(
     assert state in TERMINAL_JOB_STATES, f"{state} is no end"
     values: dict[str, Any] = {
         **AT_REST,
+        "state": state,
         "finished_at": func.coalesce(jobs.c.finished_at, now),
         "notice_due_at": case((jobs.c.on_complete.is_not(None), now), else_=None),
     }
     if message is not None:
         values["message"] = clean_text(message)
-    if not _change_state(connection, job_id, state, values, before, where):
+    if not change_job(connection, job_id, values, _may_precede(state, before), *where):
         return False
     add_event(connection, job_id, now, state.value, {"message": values["message"]} if message else None)
     return True
@@ -263,16 +265,8 @@ def add_event(
     connection.execute(insert(events).values(job_id=job_id, at=now, kind=kind, detail=dict(detail or {})))
 
 
-def _change_state(
-    connection: Connection,
-    job_id: str,
-    state: JobState,
-    values: Mapping[str, Any],
-    before: Collection[JobState] | None,
-    where: Sequence[ColumnElement[bool]],
-) -> bool:
-    allowed = JOB_STATES_BEFORE[state] if before is None else before
-    return change_job(connection, job_id, {"state": state, **values}, jobs.c.state.in_(allowed), *where)
+def _may_precede(state: JobState, before: Collection[JobState] | None) -> ColumnElement[bool]:
+    return jobs.c.state.in_(JOB_STATES_BEFORE[state] if before is None else before)
 
 
 def _no_job(job_id: str) -> StoreError:

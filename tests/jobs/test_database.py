@@ -13,12 +13,7 @@ import gristmill.jobs.store.database
 from examples.cluster.server_process import free_ports
 from examples.cluster.servers import PostgresServer, running
 from gristmill.jobs.errors import OutputError, RefusedError, StoreError, StoreUnavailable
-from gristmill.jobs.store.database import (
-    Database,
-    connect_database,
-    database_url,
-    safe_url,
-)
+from gristmill.jobs.store.database import Database, connect_database, database_url, safe_url
 from tests.jobs.cases import ADD_WORKER
 from tests.tcp_proxy import TcpProxy, proxy_before
 

@@ -94,12 +94,17 @@ def test_an_input_without_rows_gives_an_empty_part(store: Store, storage: Storag
 
 def test_a_failed_shard_fails_the_job_and_the_rest_is_kept(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4, 4)
-    store.shards.fail(claim_or_fail(store, job), "the engine died 3 times in shard 0")
+    bad = claim_or_fail(store, job)
+    store.shards.record_crash(bad)
+    store.shards.fail(bad, "the engine died 3 times in shard 0")
     run_all(store, storage, job)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.FAILED
     assert store.jobs.load(job.job_id).message == "the engine died 3 times in shard 0"
     assert storage.names() == ["part-00001.parquet"]
     store.ends.resume(job.job_id)
+    again = claim_or_fail(store, job)
+    assert (again.range.shard_index, again.crash_count) == (0, 0)
+    store.shards.release(again)
     run_all(store, storage, job)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
     assert read_rows(out) == list(range(8))

@@ -14,15 +14,7 @@ from gristmill.jobs.records import Signal
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.models import attempts, shards
 from gristmill.jobs.store.store import Store, open_store
-from tests.jobs.cases import (
-    ELSEWHERE,
-    OTHER_PLACE,
-    Clock,
-    claim_or_fail,
-    commit_rows,
-    create_job,
-    dead_owner,
-)
+from tests.jobs.cases import ELSEWHERE, OTHER_PLACE, Clock, claim_or_fail, commit_rows, create_job, dead_owner
 
 
 def test_shards_are_claimed_in_input_order_and_each_once(store: Store, out: Path) -> None:

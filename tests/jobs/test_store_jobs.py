@@ -113,7 +113,7 @@ def test_a_new_job_takes_the_folder_over_from_a_dead_one_only(store: Store, cloc
         store.ends.resume(old.job_id)
 
 
-def test_a_cancel_waits_for_the_live_owner_and_keeps_its_rows(
+def test_a_cancel_waits_for_the_live_owner_and_its_rows_are_kept_for_a_resume(
     store: Store, storage: Storage, out: Path
 ) -> None:
     job = create_job(store, out, 4, 4)
@@ -127,20 +127,10 @@ def test_a_cancel_waits_for_the_live_owner_and_keeps_its_rows(
     assert status.shards == {"cancelled": 2}
     assert store.ends.finish_cancel(job.job_id)
     assert store.ends.request_cancel(job.job_id) == JobState.CANCELLED
-
-
-def test_a_cancelled_job_resumes_without_its_committed_rows(
-    store: Store, storage: Storage, out: Path
-) -> None:
-    job = create_job(store, out, 4, 4)
-    commit_rows(store, storage, claim_or_fail(store, job), 0, 1, 2, 3, complete=True)
-    store.ends.request_cancel(job.job_id)
-    store.ends.finish_cancel(job.job_id)
-    for _ in range(2):
-        assert store.ends.resume(job.job_id) == JobState.IN_PROGRESS
-    assert store.jobs.status(job.job_id).shards == {"done": 1, "queued": 1}
+    assert [store.ends.resume(job.job_id) for _ in range(2)] == [JobState.IN_PROGRESS] * 2
     assert store.jobs.load(job.job_id).finished_at is None
-    assert claim_or_fail(store, job).range.first_row == 4
+    again = claim_or_fail(store, job)
+    assert again.part is not None and again.part.rows == 2
 
 
 def test_a_completed_job_cannot_be_cancelled_failed_or_resumed(
@@ -171,20 +161,6 @@ def test_too_many_errors_fail_the_job_and_stop_its_workers(store: Store, storage
     )
     assert store.ends.resume(job.job_id) == JobState.IN_PROGRESS
     assert store.jobs.status(job.job_id).message is None
-
-
-def test_a_resumed_job_tries_its_failed_shards_again(store: Store, storage: Storage, out: Path) -> None:
-    job = create_job(store, out, 2, 2)
-    bad = claim_or_fail(store, job)
-    store.shards.record_crash(bad)
-    store.shards.fail(bad, "no luck")
-    run_all(store, storage, job)
-    claim = store.finalizing.claim(job.job_id, ELSEWHERE)
-    assert claim is not None
-    store.finalizing.complete(claim, JobState.FAILED, "no luck")
-    store.ends.resume(job.job_id)
-    again = claim_or_fail(store, job)
-    assert (again.range.shard_index, again.crash_count) == (0, 0)
 
 
 def test_one_process_finalizes_at_a_time_and_one_that_is_gone_is_followed(

@@ -24,6 +24,7 @@ from gristmill.jobs.store.store import Store, open_store
 from gristmill.worker.serve.catalog import load_catalog
 from gristmill.worker.serve.model_host import HostOptions
 from gristmill.worker.serve.model_pool import ModelPool
+from tests.worker.queue_kit import eventually
 
 LIMIT_S = 40.0
 LEASE_S = 4.0
@@ -71,10 +72,7 @@ class Yard:
         return pool
 
     def wait(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-        deadline = time.monotonic() + limit_s
-        while not condition():
-            assert time.monotonic() < deadline, [job.state for job in self.store.jobs.newest()]
-            threading.Event().wait(0.05)
+        assert eventually(condition, limit_s), [job.state for job in self.store.jobs.newest()]
 
     def wait_state(self, job: JobRecord, state: JobState) -> Any:
         self.wait(lambda: self.store.jobs.load(job.job_id).state == state)

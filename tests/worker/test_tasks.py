@@ -169,10 +169,7 @@ def test_a_place_outside_the_roots_is_refused(desk: Desk) -> None:
     assert "/etc/passwd" in (planned.message or "")
 
 
-def test_pieces_are_notified_until_the_broker_fails(
-    desk: Desk,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pieces_are_notified_until_the_broker_fails(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "plan_submitted_job", lambda *_: [0, 1, 2])
     job = desk.submit()
     desk.notified.clear()

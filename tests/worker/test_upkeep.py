@@ -233,16 +233,6 @@ def test_a_job_past_its_deadline_expires_and_keeps_what_is_done(shop: Shop) -> N
     assert (status.completed, status.not_run) == (2, 2)
 
 
-def test_a_stopped_job_ends_when_its_last_shard_is_handed_back_or_lost(shop: Shop) -> None:
-    job_id = shop.submit_planned(4, shard_rows=2)
-    claim_next(shop.store)
-    shop.store.ends.request_cancel(job_id)
-    shop.turn()
-    assert shop.state(job_id) is JobState.CANCELLING
-    shop.turn(61)  # the worker is gone: its lease is over
-    assert shop.state(job_id) is JobState.CANCELLED
-
-
 def test_a_part_of_a_stopped_job_that_was_committed_gets_its_name(shop: Shop) -> None:
     job_id = shop.submit_stopped()
     shop.turn()
