@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import select
 
 from gristmill.jobs.owner import Owner, current_owner
-from gristmill.jobs.records import Signal
+from gristmill.jobs.records import Signal, offer_for
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.models import attempts, shards
 from gristmill.jobs.store.store import Store, open_store
@@ -22,7 +22,7 @@ def test_shards_are_claimed_in_input_order_and_each_once(store: Store, out: Path
     claims = [claim_or_fail(store, job) for _ in range(3)]
     assert [claim.range.first_row for claim in claims] == [0, 4, 8]
     assert [claim.fence for claim in claims] == [1, 1, 1]
-    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
+    assert store.claims.next(offer_for(job), OTHER_PLACE) is None
 
 
 def test_a_stale_attempt_cannot_commit(
@@ -55,7 +55,7 @@ def test_an_owner_of_this_host_is_fenced_at_once_if_it_is_dead(
 ) -> None:
     job = create_job(store, out, 4)
     first = claim_or_fail(store, job, build_owner())
-    second = store.claims.of_job(job.job_id, current_owner())
+    second = store.claims.next(offer_for(job), current_owner())
     if second is None:
         assert not is_fenced and store.shards.release(first)
         return
@@ -69,7 +69,7 @@ def test_an_owner_on_another_host_keeps_its_shard_until_the_lease_runs_out(
     job = create_job(store, out, 4)
     claim_or_fail(store, job, ELSEWHERE)
     clock.now += 59
-    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
+    assert store.claims.next(offer_for(job), OTHER_PLACE) is None
     clock.now += 2
     assert claim_or_fail(store, job, OTHER_PLACE).fence == 2
 
@@ -83,7 +83,7 @@ def test_a_heartbeat_renews_the_lease_and_reports_rows(store: Store, clock: Cloc
             {job.job_id: Signal.CONTINUE},
             frozenset(),
         )
-    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
+    assert store.claims.next(offer_for(job), OTHER_PLACE) is None
     assert store.jobs.status(job.job_id).rows_done == 3
     clock.now += 3600
     lost = store.shards.heartbeat([claim], {}).lost_shard_ids

@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 
 from gristmill.jobs.errors import StoreError
 from gristmill.jobs.output.publishing import publish_part, redo_publications
+from gristmill.jobs.records import offer_for
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.database import Database
@@ -55,7 +56,7 @@ def test_counts_and_stats_add_up_over_commits_and_the_last_one_ends_the_shard(
     assert (status.completed, status.failed, status.not_run, status.prompt_tokens) == (18, 2, 0, 90)
     assert (status.errors_by_code, status.shards) == ({"null_value": 2}, {"done": 1})
     assert status.percentiles["queue_wait_s"]["p50"] == pytest.approx(0.5, rel=0.05)
-    assert store.claims.of_job(job.job_id, OTHER_PLACE) is None
+    assert store.claims.next(offer_for(job), OTHER_PLACE) is None
 
 
 def test_a_stop_before_the_first_row_commits_nothing_and_requeues(store: Store, out: Path) -> None:

@@ -35,12 +35,14 @@ from tests.jobs.cases import (
 CLAIMING = """
 import sys
 from gristmill.jobs.owner import current_owner
+from gristmill.jobs.records import offer_for
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.store.store import open_store
 from tests.jobs.cases import OFFER
 with open_store(sys.argv[1]) as store:
     store.workers.register(sys.argv[2], current_owner(), [], "1")
-    while claim := store.claims.next(OFFER, current_owner()) or store.claims.of_job(sys.argv[3], current_owner()):
+    local = offer_for(store.jobs.load(sys.argv[3]))
+    while claim := store.claims.next(OFFER, current_owner()) or store.claims.next(local, current_owner()):
         store.shards.heartbeat([claim], {})
         if claim.range.shard_index % 3 == 0 and claim.fence == 1:
             assert store.shards.release(claim)

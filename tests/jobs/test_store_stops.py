@@ -34,7 +34,7 @@ def test_a_stopped_job_ends_when_its_workers_have_stopped(
     assert store.ends.stop(job.job_id, state, "because")
     assert not store.ends.stop(job.job_id, JobState.CANCELLED), "the first stop counts"
     assert store.jobs.load(job.job_id).stopping_as == state
-    assert store.claims.next(OFFER, ELSEWHERE) is store.claims.of_job(job.job_id, ELSEWHERE) is None
+    assert store.claims.next(OFFER, ELSEWHERE) is None
     assert store.shards.heartbeat([claim], {}).signal_by_job == {job.job_id: Signal.CANCEL}
     assert store.ends.drain_stopped() == []
     assert store.jobs.status(job.job_id).shards == {"cancelled": 1, "running": 1}
