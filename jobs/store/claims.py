@@ -25,6 +25,7 @@ from gristmill.jobs.store.shard_rows import (
     find_abandoned,
     is_unchanged,
     load_running,
+    off_hands,
 )
 
 MAX_LOSSES = 20
@@ -76,13 +77,7 @@ class Claims:
         return sorted({(job.row.model, job.row.dtype) for job in found})
 
     def _claim_of_job(
-        self,
-        connection: Connection,
-        job: _OpenJob,
-        offer: ModelOffer,
-        owner: Owner,
-        now: float,
-        waits: bool,
+        self, connection: Connection, job: _OpenJob, offer: ModelOffer, owner: Owner, now: float, waits: bool
     ) -> ShardClaim | None:
         """Claims of one job; the first one, and the first after a pause, also change the job's row."""
         seen_at = job.row.owner_seen_at
@@ -113,7 +108,7 @@ class Claims:
                 message = (
                     f"{MAX_LOSSES} workers in a row ended while they ran this shard, with no row finished"
                 )
-                failed = {"state": ShardState.FAILED, "message": message, "owner": None, "lease_until": None}
+                failed = off_hands(ShardState.FAILED) | {"message": message}
                 connection.execute(update(shards).where(shards.c.id == row.id).values(failed))
                 return self._claim_lowest(connection, job, owner, now)
         fence = row.fence + 1

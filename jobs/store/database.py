@@ -223,10 +223,9 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def _migrate_if_older(engine: Engine, url: str) -> None:
-    with engine.connect() as connection:
-        with connection.execution_options(**{_READ_ONLY: True}).begin():
-            if _revision(connection) == SCHEMA_REVISION:
-                return
+    with engine.connect() as connection, connection.execution_options(**{_READ_ONLY: True}).begin():
+        if _revision(connection) == SCHEMA_REVISION:
+            return
     with engine.begin() as connection:
         _lock_schema(connection)
         revision = _revision(connection)

@@ -6,14 +6,13 @@ heartbeat and commits what is finished. The job ends once nobody runs a shard of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, case, delete, func, null, or_, select, update
+from sqlalchemy import Connection, Row, and_, case, delete, func, null, or_, select, update
 
 from gristmill.jobs.errors import RefusedError, StoreError
 from gristmill.jobs.records import CleanReport
-from gristmill.jobs.states import RESUMABLE_JOB_STATES, TERMINAL_JOB_STATES, JobState, Runner, ShardState
+from gristmill.jobs.states import RESUMABLE_JOB_STATES, TERMINAL_JOB_STATES, JobState, ShardState
 from gristmill.jobs.stats import merge_stats
 from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.folder_rows import check_newest
@@ -21,6 +20,7 @@ from gristmill.jobs.store.job_rows import (
     AT_REST,
     add_event,
     add_job_stats,
+    change_jobs,
     clean_text,
     end_job,
     enter_state,
@@ -62,29 +62,12 @@ class Ends:
 
     def drain_stopped(self) -> list[str]:
         """Cancels what nobody alive runs of the queue's stopped jobs; the ids of those that ended now."""
-        return self._change_each(lambda _: [jobs.c.state == JobState.CANCELLING], _drain)
+        return change_jobs(self._database, lambda _: [jobs.c.state == JobState.CANCELLING], _drain)
 
     def expire(self) -> list[str]:
         """Stops the queue's jobs whose deadline has passed; their ids."""
-        return self._change_each(
-            lambda now: [jobs.c.state.in_(_STOPPABLE), jobs.c.deadline_at <= now], _expire
-        )
-
-    def _change_each(
-        self,
-        where: Callable[[float], list[ColumnElement[bool]]],
-        change: Callable[[Connection, str, float], bool],
-    ) -> list[str]:
-        """The ids of the queue's jobs that `where` finds now and `change` changed, in a transaction each."""
-        with self._database.read() as (connection, now):
-            found = select(jobs.c.id).where(jobs.c.runner == Runner.WORKERS, *where(now))
-            job_ids = connection.scalars(found.order_by(jobs.c.id)).all()
-        changed = []
-        for job_id in job_ids:
-            with self._database.write() as (connection, now):
-                if change(connection, job_id, now):
-                    changed.append(job_id)
-        return changed
+        late = lambda now: [jobs.c.state.in_(_STOPPABLE), jobs.c.deadline_at <= now]  # noqa: E731
+        return change_jobs(self._database, late, _expire)
 
     def stop_if_too_many_errors(self, job_id: str, max_errors: int) -> bool:
         """Stops the job as failed when more than `max_errors` of its committed rows are errors.

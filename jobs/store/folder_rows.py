@@ -21,7 +21,7 @@ from gristmill.jobs.states import (
 )
 from gristmill.jobs.store.job_rows import add_event, change_job, end_job
 from gristmill.jobs.store.models import attempts, jobs, shards
-from gristmill.jobs.store.shard_rows import find_abandoned, load_running
+from gristmill.jobs.store.shard_rows import find_abandoned, load_running, off_hands
 
 _PENDING = tuple(state for state in JobState if state not in TERMINAL_JOB_STATES)
 _STARTED = tuple(state for state in _PENDING if state is not JobState.VALIDATING)
@@ -76,8 +76,7 @@ def replace_jobs(
         ended = attempts.c.shard_id.in_(running), attempts.c.outcome == AttemptOutcome.RUNNING
         connection.execute(update(attempts).where(*ended).values(outcome=AttemptOutcome.LOST, ended_at=now))
         unfinished = shards.c.job_id == other.id, shards.c.state.not_in(TERMINAL_SHARD_STATES)
-        values = {"state": ShardState.CANCELLED, "owner": None, "lease_until": None}
-        connection.execute(update(shards).where(*unfinished).values(values))
+        connection.execute(update(shards).where(*unfinished).values(off_hands(ShardState.CANCELLED)))
         add_event(connection, other.id, now, "replaced", {"by": job_id})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -21,6 +21,7 @@ from gristmill.jobs.records import PRIORITIES, JobRecord, Signal
 from gristmill.jobs.source import Plan, ShardRange, Source
 from gristmill.jobs.states import JOB_STATES_BEFORE, TERMINAL_JOB_STATES, JobState, Runner, ShardState
 from gristmill.jobs.stats import JobStats
+from gristmill.jobs.store.database import Database
 from gristmill.jobs.store.models import events, jobs, shards
 
 # Of a job that nobody plans, stops or finalizes, and that owes nobody a notice.
@@ -93,6 +94,23 @@ def change_job(
     return connection.execute(change).rowcount == 1
 
 
+def change_jobs(
+    database: Database,
+    where: Callable[[float], Sequence[ColumnElement[bool]]],
+    change: Callable[[Connection, str, float], bool],
+) -> list[str]:
+    """The ids of the queue's jobs that `where` finds now and `change` changed, in a transaction each."""
+    with database.read() as (connection, now):
+        found = select(jobs.c.id).where(jobs.c.runner == Runner.WORKERS, *where(now))
+        job_ids = connection.scalars(found.order_by(jobs.c.id)).all()
+    changed = []
+    for job_id in job_ids:
+        with database.write() as (connection, now):
+            if change(connection, job_id, now):
+                changed.append(job_id)
+    return changed
+
+
 def lock_job(connection: Connection, job_id: str) -> Row[Any] | None:
     """The job's row as it is now, which no other transaction changes before this one ends."""
     query = select(jobs).where(jobs.c.id == job_id).with_for_update(key_share=True)
@@ -163,7 +181,8 @@ def enter_state(
 ) -> bool:
     """The conditional UPDATE into `state`; False when the job is in no state that may precede it."""
     assert state not in TERMINAL_JOB_STATES, f"{state} is an end: end_job tells the submitter"
-    return _change_state(connection, job_id, state, values or {}, before, ())
+    values = {"state": state, **(values or {})}
+    return change_job(connection, job_id, values, _may_precede(state, before))
 
 
 def end_job(
@@ -182,12 +201,13 @@ def end_job(
     assert state in TERMINAL_JOB_STATES, f"{state} is no end"
     values: dict[str, Any] = {
         **AT_REST,
+        "state": state,
         "finished_at": func.coalesce(jobs.c.finished_at, now),
         "notice_due_at": case((jobs.c.on_complete.is_not(None), now), else_=None),
     }
     if message is not None:
         values["message"] = clean_text(message)
-    if not _change_state(connection, job_id, state, values, before, where):
+    if not change_job(connection, job_id, values, _may_precede(state, before), *where):
         return False
     add_event(connection, job_id, now, state.value, {"message": values["message"]} if message else None)
     return True
@@ -245,16 +265,8 @@ def add_event(
     connection.execute(insert(events).values(job_id=job_id, at=now, kind=kind, detail=dict(detail or {})))
 
 
-def _change_state(
-    connection: Connection,
-    job_id: str,
-    state: JobState,
-    values: Mapping[str, Any],
-    before: Collection[JobState] | None,
-    where: Sequence[ColumnElement[bool]],
-) -> bool:
-    allowed = JOB_STATES_BEFORE[state] if before is None else before
-    return change_job(connection, job_id, {"state": state, **values}, jobs.c.state.in_(allowed), *where)
+def _may_precede(state: JobState, before: Collection[JobState] | None) -> ColumnElement[bool]:
+    return jobs.c.state.in_(JOB_STATES_BEFORE[state] if before is None else before)
 
 
 def _no_job(job_id: str) -> StoreError:

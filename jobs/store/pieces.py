@@ -15,7 +15,7 @@ from gristmill.jobs.records import LoadedPiece, PieceRecord
 from gristmill.jobs.source import PlanPiece, Source
 from gristmill.jobs.states import JobState, Runner
 from gristmill.jobs.store.database import Database
-from gristmill.jobs.store.job_rows import change_job, lock_validating, plan_values
+from gristmill.jobs.store.job_rows import change_job, change_jobs, lock_validating, plan_values
 from gristmill.jobs.store.models import jobs, plan_pieces
 
 PIECES_AGAIN_S = 10.0  # after so long without a saved piece, the messages are taken for lost
@@ -46,7 +46,7 @@ class Pieces:
             ]
             connection.execute(insert(plan_pieces), rows)
             values = plan_values(sources, columns, part_schema, identity)
-            change_job(connection, job_id, values | _send_again(now))
+            change_job(connection, job_id, values | _until_again(now))
             return True
 
     def load(self, job_id: str, piece_index: int) -> LoadedPiece | None:
@@ -90,15 +90,9 @@ class Pieces:
         for that: it has ranges, and whoever gets it starts the job.
         """
         cut = exists().where(plan_pieces.c.job_id == jobs.c.id)
-        with self._database.read() as (connection, now):
-            still = *is_unplanned(), cut, jobs.c.plan_lease_until < now
-            job_ids = connection.scalars(select(jobs.c.id).where(*still).order_by(jobs.c.id)).all()
+        still = lambda now: [*is_unplanned(), cut, jobs.c.plan_lease_until < now]  # noqa: E731
         found: list[tuple[str, int]] = []
-        for job_id in job_ids:
-            with self._database.write() as (connection, now):
-                late = jobs.c.plan_lease_until < now
-                if not change_job(connection, job_id, _send_again(now), *is_unplanned(), late):
-                    continue
+        for job_id in change_jobs(self._database, still, _send_again):
             pieces = self.load_all(job_id)
             unplanned = [piece for piece in pieces if piece.ranges is None]
             found += [(job_id, piece.piece_index) for piece in unplanned or pieces[-1:]]
@@ -110,8 +104,13 @@ def is_unplanned() -> list[Any]:
     return [jobs.c.state == JobState.VALIDATING, jobs.c.runner == Runner.WORKERS]
 
 
-def _send_again(now: float) -> dict[str, Any]:
+def _until_again(now: float) -> dict[str, Any]:
     return {"plan_owner": None, "plan_lease_until": now + PIECES_AGAIN_S}
+
+
+def _send_again(connection: Connection, job_id: str, now: float) -> bool:
+    """Whether the caller is the one who sends a job's pieces again."""
+    return change_job(connection, job_id, _until_again(now), *is_unplanned(), jobs.c.plan_lease_until < now)
 
 
 def has_pieces(connection: Connection, job_id: str) -> bool:

@@ -28,6 +28,11 @@ def change_claimed(connection: Connection, claim: ShardClaim, values: Mapping[st
     return connection.execute(update(shards).where(is_claimed(claim)).values(values)).rowcount == 1
 
 
+def off_hands(state: ShardState) -> dict[str, Any]:
+    """The columns of a shard that nobody runs any more."""
+    return {"state": state, "owner": None, "lease_until": None}
+
+
 def end_attempt(
     connection: Connection,
     shard_id: int,
@@ -113,7 +118,7 @@ def is_unchanged(shard: Any) -> ColumnElement[bool]:
 
 def drop_shards(connection: Connection, job_id: str, now: float) -> None:
     """Queued shards become cancelled, and running ones that nobody alive runs."""
-    dropped = {"state": ShardState.CANCELLED, "owner": None, "lease_until": None}
+    dropped = off_hands(ShardState.CANCELLED)
     for shard in find_abandoned(load_running(connection, [job_id]), now):
         if connection.execute(update(shards).where(is_unchanged(shard)).values(dropped)).rowcount == 1:
             end_attempt(connection, shard.id, shard.fence, AttemptOutcome.LOST, now)

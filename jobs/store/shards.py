@@ -26,10 +26,16 @@ from gristmill.jobs.store.shard_rows import (
     change_claimed,
     check_rows,
     end_attempt,
+    off_hands,
     part_values,
 )
 
 _COMMIT_TRIES = 3
+_OUTCOMES = {  # by the state of the shard after a commit
+    ShardState.DONE: AttemptOutcome.DONE,
+    ShardState.QUEUED: AttemptOutcome.REQUEUED,
+    ShardState.RUNNING: AttemptOutcome.RUNNING,
+}
 
 
 class _Commit(NamedTuple):
@@ -39,22 +45,15 @@ class _Commit(NamedTuple):
     part: PartFile | None
     counts: ShardCounts
     stats: JobStats
-    complete: bool
-    requeue: bool
+    after: ShardState
     clear_strip: bool
-
-    @property
-    def outcome(self) -> AttemptOutcome:
-        if self.complete:
-            return AttemptOutcome.DONE
-        return AttemptOutcome.REQUEUED if self.requeue else AttemptOutcome.RUNNING
 
     def is_in(self, row: Row[Any]) -> bool:
         """Whether the shard already holds this commit: attempts' names are unique, and so are fences."""
         if self.part is not None:
             return bool(row.part_attempt == self.part.attempt)
-        after = ShardState.DONE if self.complete else ShardState.QUEUED if self.requeue else None
-        return bool(row.fence == self.claim.fence and row.state == after)
+        is_over = row.fence == self.claim.fence and row.state == self.after
+        return bool(is_over and self.after != ShardState.RUNNING)
 
 
 class Shards:
@@ -103,7 +102,8 @@ class Shards:
         The same call may be made again after an error, when only the reply to the commit may be lost.
         """
         assert not (complete and requeue), "a shard is either done or goes back to the queue"
-        work = _Commit(claim, part, counts, stats, complete, requeue, clear_strip)
+        after = ShardState.DONE if complete else ShardState.QUEUED if requeue else ShardState.RUNNING
+        work = _Commit(claim, part, counts, stats, after, clear_strip)
         for _ in range(_COMMIT_TRIES - 1):
             try:
                 return self._commit_once(work)
@@ -154,7 +154,7 @@ class Shards:
     def _commit_once(self, work: _Commit) -> bool:
         claim = work.claim
         with self._database.write() as (connection, now):
-            if work.complete:
+            if work.after == ShardState.DONE:
                 lock_job(connection, claim.job_id)  # its stats change after the shard, but jobs lock first
             query = select(shards).where(shards.c.id == claim.shard_id).with_for_update(key_share=True)
             row = connection.execute(query).one_or_none()
@@ -168,35 +168,34 @@ class Shards:
             total.merge(work.stats)
             changed = change_claimed(connection, claim, self._commit_values(row, work, total, now))
             assert changed, "the row is locked by this transaction"
-            if work.complete:
+            if work.after == ShardState.DONE:
                 add_job_stats(connection, claim.job_id, total)
             num_new = max(0, work.counts.rows)
-            end_attempt(connection, claim.shard_id, claim.fence, work.outcome, now, num_new=num_new)
+            end_attempt(connection, claim.shard_id, claim.fence, _OUTCOMES[work.after], now, num_new=num_new)
             reach("commit.inside")
             return True
 
     def _commit_values(self, row: Row[Any], work: _Commit, total: JobStats, now: float) -> dict[str, Any]:
         assert row.strip_errors or not work.clear_strip, "there are no error rows to take out"
-        assert not (row.strip_errors and work.complete), "a shard is not done before its error rows are out"
+        is_done = work.after == ShardState.DONE
+        assert not (row.strip_errors and is_done), "a shard is not done before its error rows are out"
         values = added_counts(row, work.counts) | {"stats": total.to_json()}
         if work.part is not None:
             values |= part_values(work.part)
         rows_in_part = work.part.rows if work.part else row.part_rows
-        check_rows(values, rows_in_part, work.claim.range.num_rows if work.complete else None)
+        check_rows(values, rows_in_part, work.claim.range.num_rows if is_done else None)
         values |= {"rows_reported": rows_in_part, "lease_until": now + self._database.lease_s}
         if work.clear_strip:
             values["strip_errors"] = False
-        if work.complete:
-            values |= {"state": ShardState.DONE, "finished_at": now, "owner": None, "lease_until": None}
-        elif work.requeue:
-            values |= {"state": ShardState.QUEUED, "owner": None, "lease_until": None}
+        if work.after != ShardState.RUNNING:
+            values |= off_hands(work.after) | ({"finished_at": now} if is_done else {})
         return values
 
     def _end_claim(
         self, claim: ShardClaim, state: ShardState, outcome: AttemptOutcome, message: str | None
     ) -> bool:
         with self._database.write() as (connection, now):
-            values: dict[str, Any] = {"state": state, "owner": None, "lease_until": None}
+            values = off_hands(state)
             if message is not None:
                 values["message"] = message = clean_text(message)
             if not change_claimed(connection, claim, values):

@@ -92,6 +92,13 @@ class Cluster:
             worker.wait_until_up()
         return worker
 
+    def start_workers(self, number: int, models: Mapping[str, str], **how: Any) -> list[WorkerProcess]:
+        """Starts workers at once, as start_worker does one; returns when all of them serve."""
+        workers = [self.start_worker(models, is_awaited=False, **how) for _ in range(number)]
+        for worker in workers:
+            worker.wait_until_up()
+        return workers
+
     def running_workers(self) -> list[WorkerProcess]:
         return [worker for worker in self.workers if worker.is_running]
 
@@ -253,9 +260,8 @@ class Cluster:
         return check_rows(str(self.job(job_id)["output"]), expected, self.s3)
 
     def assert_whole(self, job_id: str, expected: Sequence[RowId]) -> None:
-        """The job is completed: every row once, one commit a shard, a manifest that agrees, nothing left over."""
-        job = self.job(job_id)
-        assert job["state"] == "completed", f"{job['state']}: {job['message']}"
+        """The job ends completed: every row once, one commit a shard, a manifest that agrees, nothing left over."""
+        job = self.wait_done(job_id)
         report = self.check(job_id, expected)
         assert report.is_whole, str(report)
         assert {shard["state"] for shard in self.shards(job_id)} == {"done"}

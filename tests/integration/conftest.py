@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,29 +17,31 @@ PLACES = [(database, files) for database in ("sqlite", "postgres") for files in 
 
 
 @pytest.fixture(params=PLACES, ids="-".join)
-def cluster(request: pytest.FixtureRequest, tmp_path: Path, redis_url: str) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Cluster]:
     """A cluster without workers, its servers empty; the test runs once for each database and kind of storage.
 
     `@pytest.mark.parametrize("cluster", [("postgres", "s3")], indirect=True)` chooses.
     """
     database, files = request.param
-    is_s3 = files == "s3"
-    (tmp_path / "data").mkdir()
-    opened = Cluster(
-        tmp_path,
-        database_url=_database_url(request, database, tmp_path),
-        broker_url=redis_url,
-        root=request.getfixturevalue("s3_root") if is_s3 else str(tmp_path / "data"),
-        s3=request.getfixturevalue("s3_server") if is_s3 else None,
-    )
-    yield opened
-    opened.close()
+    url = database_url(request, database)
+    with closing(build_cluster(request, files, database_url=url, broker_url=redis_url)) as opened:
+        yield opened
 
 
-def _database_url(request: pytest.FixtureRequest, database: str, folder: Path) -> str:
+def build_cluster(request: pytest.FixtureRequest, files: str, **urls: Any) -> Cluster:
+    """A cluster in the test's folder whose jobs read and write local files, or objects in S3."""
+    folder: Path = request.getfixturevalue("tmp_path")
+    if files == "s3":
+        root, server = (request.getfixturevalue(f"s3_{name}") for name in ("root", "server"))
+        return Cluster(folder, root=root, s3=server, **urls)
+    (folder / "data").mkdir()
+    return Cluster(folder, root=str(folder / "data"), **urls)
+
+
+def database_url(request: pytest.FixtureRequest, database: str) -> str:
     if database == "postgres":
         return str(request.getfixturevalue("postgres_url"))
-    return f"sqlite:///{folder / 'jobs.db'}"
+    return f"sqlite:///{request.getfixturevalue('tmp_path') / 'jobs.db'}"
 
 
 @pytest.fixture
@@ -48,23 +52,12 @@ def s3_proxy(s3_server: S3Server) -> Iterator[S3Proxy]:
 
 
 @pytest.fixture
-def faulty_s3(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    redis_url: str,
-    s3_root: str,
-    s3_server: S3Server,
-    s3_proxy: S3Proxy,
-) -> Iterator[Cluster]:
+def faulty_s3(request: pytest.FixtureRequest, redis_url: str, s3_proxy: S3Proxy) -> Iterator[Cluster]:
     """A cluster whose workers reach S3 by s3_proxy; on SQLite, in the long tests on PostgreSQL."""
-    database = "sqlite" if request.node.get_closest_marker("long") is None else "postgres"
-    opened = Cluster(
-        tmp_path,
-        database_url=_database_url(request, database, tmp_path),
-        broker_url=redis_url,
-        root=s3_root,
-        s3=s3_server,
-        s3_endpoint=s3_proxy.endpoint,
-    )
-    yield opened
-    opened.close()
+    is_long = request.node.get_closest_marker("long") is not None
+    urls = {
+        "database_url": database_url(request, "postgres" if is_long else "sqlite"),
+        "broker_url": redis_url,
+    }
+    with closing(build_cluster(request, "s3", s3_endpoint=s3_proxy.endpoint, **urls)) as opened:
+        yield opened

@@ -48,10 +48,7 @@ def submit_safely(
 
 
 def start_workers(cluster: Cluster, num_workers: int = 2, env: Mapping[str, str] | None = None) -> None:
-    for _ in range(num_workers):
-        cluster.start_worker(MODEL, env=env, is_awaited=False)
-    for worker in cluster.workers:
-        worker.wait_until_up()
+    cluster.start_workers(num_workers, MODEL, env=env)
     told = "takes messages from the broker"
     wait_until(lambda: all(told in w.log_text() for w in cluster.workers), 30.0, told, cluster.logs)
 
@@ -99,7 +96,6 @@ def pause_between_transactions(cluster: Cluster) -> None:
 def check_done(cluster: Cluster, job_ids: list[str], since: float) -> float:
     """How long after `since` the last of these small jobs was over, in database time."""
     for job_id in job_ids:
-        cluster.wait_done(job_id)
         cluster.assert_whole(job_id, [(cluster.place("small.jsonl"), i) for i in range(20)])
     return max(cluster.job(job_id)["finished_at"] for job_id in job_ids) - since
 
@@ -174,7 +170,6 @@ def test_flushall_in_a_large_job_delays_nothing(cluster: Cluster) -> None:
             f"figure 4: a client that was there before FLUSHALL sent {num_sent} times until its job was there"
         )
         cluster.wait_done(after)
-        cluster.wait_done(job_id)
         cluster.assert_whole(job_id, expected)
 
 
@@ -185,8 +180,7 @@ def test_a_broker_that_is_away_for_a_minute_delays_nothing(cluster: Cluster) -> 
     with own_broker(cluster) as redis:
         expected = cluster.write_rows("in.jsonl", 5000)
         cluster.write_rows("small.jsonl", 20)
-        for _ in range(2):
-            cluster.start_worker({"null": "null:?delay_ms=25"})
+        cluster.start_workers(2, {"null": "null:?delay_ms=25"})
         job_id = cluster.submit("in.jsonl", "out", shard_rows=50)
         cluster.wait_started(job_id)
         check_outage(cluster, redis, 60.0, job_id)
@@ -231,7 +225,6 @@ def check_dying_workers(
                 cluster.start_worker(MODEL, is_awaited=False)
             found += [each.result() for each in sent]
     for job_id, _ in found:
-        cluster.wait_done(job_id)
         cluster.assert_whole(job_id, expected)
     job_ids = [row["id"] for row in cluster.query("SELECT id FROM jobs")]
     num_again = sum(num_sent > 1 for _, num_sent in found)

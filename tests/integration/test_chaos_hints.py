@@ -66,10 +66,7 @@ def check_hints(cluster: Cluster, num_rows: int, shard_rows: int, num_hints: int
     chance = random.Random(6)
     expected = cluster.write_rows("in.jsonl", num_rows)
     small = cluster.write_rows("small.jsonl", 20)
-    for _ in range(num_workers):
-        cluster.start_worker(MODEL, is_awaited=False)
-    for worker in cluster.workers:
-        worker.wait_until_up()
+    cluster.start_workers(num_workers, MODEL)
     order = {**cluster.order("small.jsonl", "order", shard_rows=10), "idempotency_key": "order"}
     old_id = cluster.submit("small.jsonl", "old", shard_rows=10)
     cluster.wait_done(old_id)

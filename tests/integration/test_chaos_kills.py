@@ -14,15 +14,7 @@ import psutil
 import pytest
 
 from gristmill.worker.engine.credit_window import NULL_WINDOW_S
-from tests.integration.chaos import (
-    LONG,
-    RECOVERY_S,
-    SHORT,
-    is_over,
-    load_claims,
-    run_calmly,
-    takeover_times,
-)
+from tests.integration.chaos import LONG, RECOVERY_S, SHORT, is_over, load_claims, run_calmly, takeover_times
 from tests.integration.cluster import Cluster
 from tests.integration.devices import Devices, RowRun, count_redone, first_run
 from tests.integration.row_check import comparable
@@ -131,7 +123,6 @@ def check_kills(
             if kill is None:
                 break
             kills.append(kill)
-        cluster.wait_done(job_id)
         cluster.assert_whole(job_id, expected)
         assert comparable(cluster.place(f"out-{round_index}"), cluster.s3) == calm
         runs = killer.devices.runs(since)

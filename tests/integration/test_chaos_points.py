@@ -34,7 +34,6 @@ def die_and_finish(cluster: Cluster, points: Sequence[str], num_rows: int, shard
         is_over = cluster.job(job_id)["state"] == "completed"
         assert is_over == (point == "complete.after"), f"{point}\n{cluster.describe()}"
     heir = cluster.start_worker()
-    cluster.wait_done(job_id)
     assert_as_clean(cluster, job_id, expected)
     assert heir.is_running and slowest_s < RECOVERY_S
     lost = [attempt for attempt in cluster.attempts(job_id) if attempt["outcome"] == "lost"]

@@ -42,12 +42,10 @@ def check_deadly_rows(
     """Rows that kill or hang the engine become `poisoned`, and every other row is as if they were not there."""
     expected = write_deadly_rows(cluster, num_rows, deadly)
     timeout = {"GRISTMILL_ENGINE_TIMEOUT_S": f"{ENGINE_TIMEOUT_S:g}"}
-    for _ in range(num_workers):
-        cluster.start_worker({**DEADLY, "calm": "null:"}, env=timeout, args=("--max-models", "2"))
+    cluster.start_workers(num_workers, {**DEADLY, "calm": "null:"}, env=timeout, args=("--max-models", "2"))
     calm_id = cluster.submit("calm.jsonl", "calm", model="calm")
     cluster.wait_done(calm_id)
     job_id = cluster.submit("in.jsonl", "out", shard_rows=shard_rows)
-    cluster.wait_done(job_id)
     cluster.assert_whole(job_id, expected)
     calm, found = load_facts(cluster, "calm"), load_facts(cluster, "out")
     poisoned = {index for index, facts in found.items() if facts[-1] is not None}
@@ -85,7 +83,6 @@ def check_illness(cluster: Cluster, num_rows: int, shard_rows: int) -> None:
     assert "the engine dies whatever it is given" in ill.log_text()
     devices.recover()
     cluster.start_worker(SLOW, env=devices.environment())
-    cluster.wait_done(job_id)
     cluster.assert_whole(job_id, expected)
     assert cluster.progress(job_id)["failed"] == 0
     print(
@@ -117,9 +114,7 @@ def check_stops(cluster: Cluster, num_rows: int, shard_rows: int, num_cancels: i
     expected = cluster.write_rows("in.jsonl", num_rows)
     devices = Devices(cluster.folder)
     for _ in range(num_workers):
-        cluster.start_worker(SLOW, env=devices.environment(), is_awaited=False)
-    for worker in cluster.workers:
-        worker.wait_until_up()
+        cluster.start_worker(SLOW, env=devices.environment())
     job_id = cluster.submit("in.jsonl", "out", shard_rows=shard_rows)
     took: list[float] = []
     num_kept = []
@@ -141,7 +136,6 @@ def check_stops(cluster: Cluster, num_rows: int, shard_rows: int, num_cancels: i
         size = devices.log_size
         assert resume(cluster, job_id) == "in_progress"
         assert resume(cluster, job_id) in ("in_progress", "completed")  # rows may be faster
-    cluster.wait_done(job_id)
     cluster.assert_whole(job_id, expected)
     assert_kept()
     before = read_files(cluster.place("out"), cluster.s3), cluster.attempts(job_id), cluster.job(job_id)

@@ -55,7 +55,6 @@ def test_a_fifth_of_all_requests_failing_costs_nothing(faulty_s3: Cluster, s3_pr
     faulty_s3.start_worker()
     s3_proxy.choose = random_faults(0.2, 9, QUICK_FAULTS)
     job_id = faulty_s3.submit("in.jsonl", "out", shard_rows=50)
-    faulty_s3.wait_done(job_id)
     assert_survived(faulty_s3, job_id, expected)
 
 
@@ -79,8 +78,7 @@ def test_a_fifth_of_all_requests_failing_in_each_way_costs_nothing(
 ) -> None:
     """The first two silences last until the client's time-out of 60 s, later ones 3 s, as a gateway's might."""
     expected = faulty_s3.write_rows("in.jsonl", 5000)
-    for _ in range(2):
-        faulty_s3.start_worker(SLOW)
+    faulty_s3.start_workers(2, SLOW)
     s3_proxy.choose = random_faults(0.2, 9)
     job_id = faulty_s3.submit("in.jsonl", "out", shard_rows=100)
     start = time.monotonic()
@@ -102,8 +100,7 @@ def test_a_fifth_of_all_requests_failing_in_each_way_costs_nothing(
 @pytest.mark.timeout(580)
 def test_an_outage_of_five_minutes_fails_no_job(faulty_s3: Cluster, s3_proxy: S3Proxy) -> None:
     expected = faulty_s3.write_rows("in.jsonl", 5000)
-    for _ in range(2):
-        faulty_s3.start_worker(SLOW)
+    faulty_s3.start_workers(2, SLOW)
     attempts = iter(range(10))
     s3_proxy.choose = outages = Outages(
         300.0, lambda method, path: is_attempt(method, path) and next(attempts, None) is None
@@ -114,7 +111,6 @@ def test_an_outage_of_five_minutes_fails_no_job(faulty_s3: Cluster, s3_proxy: S3
     [before] = faulty_s3.query("SELECT sum(part_rows) AS rows FROM shards")
     faulty_s3.wait_rows(job_id, int(before["rows"]) + 1, 400.0)
     recovery_s = time.monotonic() - outages.ends[0]
-    faulty_s3.wait_done(job_id)
     assert_survived(faulty_s3, job_id, expected)
     assert recovery_s < 60.0
     print(f"figure 9: an outage of 300 s: rows are committed again {recovery_s:.1f} s after it, ", end="")
@@ -133,7 +129,6 @@ def test_an_upload_by_parts_whose_worker_is_killed_is_swept(faulty_s3: Cluster, 
     assert len(pending_uploads(faulty_s3.place("out"), faulty_s3.s3)) == 1
     s3_proxy.choose = random_faults(0.2, 10, QUICK_FAULTS)
     faulty_s3.start_worker()
-    faulty_s3.wait_done(job_id)
     faulty_s3.assert_whole(job_id, expected)  # also: no pending upload
     assert {len(row["completion"]) for row in read_rows(faulty_s3.place("out"), faulty_s3.s3)} == {900_000}
 

@@ -31,9 +31,7 @@ def share_file(cluster: Cluster, num_workers: int, num_rows: int, shard_rows: in
     Returns how many workers had a share of the first job.
     """
     expected = cluster.write_rows("in.jsonl", num_rows)
-    workers = [cluster.start_worker(MODELS, is_awaited=False) for _ in range(num_workers)]
-    for worker in workers:
-        worker.wait_until_up()
+    workers = cluster.start_workers(num_workers, MODELS)
     job_id = cluster.submit("in.jsonl", "out", shard_rows=shard_rows)
     others = []
     for number in range(num_looks):
@@ -43,10 +41,8 @@ def share_file(cluster: Cluster, num_workers: int, num_rows: int, shard_rows: in
         for command in (("status", job_id, "--json"), ("workers", "--json")):
             done = cluster.run(*command)
             assert (done.returncode, done.stderr) == (0, "")
-    cluster.wait_done(job_id)
     assert_as_clean(cluster, job_id, expected)
     for other_id in others:
-        cluster.wait_done(other_id)
         cluster.assert_whole(other_id, expected[: 5 * shard_rows])
     logs = "\n".join(worker.log_text() for worker in workers)
     assert "locked" not in logs and "WARNING" not in logs and "ERROR" not in logs, logs

@@ -41,7 +41,6 @@ def test_two_workers_run_what_a_plain_celery_client_submits_each_row_once(cluste
         cluster.start_worker({"null": "null:?delay_ms=5"}, is_awaited=False)
         cluster.send_submission("order-1", "in/", "out", shard_rows=10)  # the same key: one job
     job_id = cluster.wait_job("order-1")
-    cluster.wait_done(job_id)
     cluster.assert_whole(job_id, expected)
     progress = cluster.progress(job_id)
     assert (progress["rows"], progress["completed"], progress["shards_done"]) == (105, 105, 11)
@@ -59,7 +58,6 @@ def test_sigterm_hands_the_rows_back_at_once(cluster: Cluster) -> None:
     [shard] = cluster.shards(job_id)
     assert shard["state"] == "queued"
     cluster.start_worker(SLOW)
-    cluster.wait_done(job_id)
     cluster.assert_whole(job_id, expected)
 
 
@@ -88,7 +86,6 @@ def test_servers_that_crash_and_come_back_cost_no_row(tmp_path: Path) -> None:
             redis.start()
             cluster.wait_rows(job_id, 100)
             proxy.cut()
-            cluster.wait_done(job_id)
             cluster.assert_whole(job_id, expected)
             assert worker.is_running
 

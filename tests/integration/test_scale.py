@@ -60,8 +60,7 @@ def run_ten_jobs(cluster: Cluster, factor: int, delay_ms: float) -> None:
     """Nine jobs of mixed size and a small urgent one, all at once, on two workers."""
     model = {"null": f"null:?delay_ms={delay_ms:g}"}
     expected: dict[str, list[RowId]] = {}
-    for _ in range(2):
-        cluster.start_worker(model)
+    cluster.start_workers(2, model)
     for i, num_rows in enumerate((*SIZES, SMALL)):
         rows = cluster.write_rows(f"in{i}.jsonl", num_rows * (factor if num_rows != SMALL else 1))
         priority = "high" if num_rows == SMALL else "normal"
@@ -103,7 +102,7 @@ def cpu_s(worker: WorkerProcess) -> float:
 def measure_s(cluster: Cluster, num_workers: int, num_rows: int) -> float:
     """Seconds from the first claim to the end of a job on so many fresh workers."""
     model = {"null": "null:?delay_ms=5"}
-    workers = [cluster.start_worker(model) for _ in range(num_workers)]
+    workers = cluster.start_workers(num_workers, model)
     rows = cluster.write_rows(f"in{num_workers}.jsonl", num_rows)
     job_id = cluster.submit(f"in{num_workers}.jsonl", f"out{num_workers}", shard_rows=100)
     cluster.wait_started(job_id)

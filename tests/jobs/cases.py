@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset
-from sqlalchemy import update
+from sqlalchemy import text, update
 
 from gristmill.jobs.output import parts
 from gristmill.jobs.output.parts import strip_errors, write_attempt
@@ -22,6 +24,7 @@ from gristmill.jobs.records import JobRecord, ModelOffer, PartFile, ShardClaim, 
 from gristmill.jobs.results import Result
 from gristmill.jobs.source import Plan, PlanPiece, ShardRange, Source
 from gristmill.jobs.spec import JobSpec
+from gristmill.jobs.states import JobState
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import Storage
 from gristmill.jobs.store.models import jobs
@@ -31,6 +34,10 @@ SCHEMA = build_part_schema([], {}, are_typed=False)
 SOURCES = [Source("/data/tickets.jsonl", 1000, "1", "jsonl")]
 ELSEWHERE = Owner("elsewhere", "boot", 7, 7)  # a process of which only its lease can be known
 OTHER_PLACE = Owner("other-place", "boot", 8, 8)
+ADD_WORKER = text(
+    "INSERT INTO workers (id, owner, host, pid, version, models, num_shards, num_rows_in_flight, started_at, seen_at)"
+    " VALUES ('w', 'o', 'h', 1, '1', '[]', 0, 0, 0, 0)"
+)
 OFFER = ModelOffer("null", ("auto", "float32"), "f" * 32)
 
 
@@ -94,6 +101,30 @@ def build_pieces(number: int) -> list[PlanPiece]:
     return [PlanPiece(0, index * 10, 10) for index in range(number)]
 
 
+def cancel(store: Store, job: JobRecord) -> None:
+    """Stops a job of the queue that nobody runs, to its end."""
+    assert store.ends.stop(job.job_id, JobState.CANCELLED)
+    assert store.ends.drain_stopped() == [job.job_id]
+
+
+def count_rows(store: Store, job_id: str) -> tuple[int, int, int]:
+    """How many rows are completed, failed, not run."""
+    status = store.jobs.status(job_id)
+    return status.completed, status.failed, status.not_run
+
+
+def at_once(number: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `number` threads return that do `work` at the same moment; the first error is raised."""
+    barrier = threading.Barrier(number)
+
+    def run(index: int) -> Any:
+        barrier.wait()
+        return work(index)
+
+    with ThreadPoolExecutor(number) as threads:
+        return list(threads.map(run, range(number)))
+
+
 def claim_next(store: Store, owner: Owner = ELSEWHERE, warm: Collection[str] = ()) -> ShardClaim:
     claim = store.claims.next(OFFER, owner, warm)
     assert claim is not None
@@ -104,6 +135,13 @@ def run_queue(store: Store, storage: Storage) -> None:
     """Everything that OFFER can run, to the end of the last shard."""
     while claim := store.claims.next(OFFER, ELSEWHERE):
         finish_shard(store, storage, claim)
+
+
+def run_job(store: Store, storage: Storage, output: Path | str, *shard_rows: int, **spec: Any) -> JobRecord:
+    """A job of the queue of which every shard is done."""
+    job = submit_job(store, output, *shard_rows, **spec)
+    run_queue(store, storage)
+    return job
 
 
 def finish_shard(store: Store, storage: Storage, claim: ShardClaim, num_errors: int = -1) -> ShardClaim:

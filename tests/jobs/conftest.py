@@ -51,7 +51,15 @@ def _sqlite_with_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # What these test is above the database; the statements run on both kinds in the tests of the store.
-SQLITE_ONLY = ("finalize", "planner", "planner_outputs", "publishing", "regroup")
+SQLITE_ONLY = (
+    "finalize",
+    "planner",
+    "planner_outputs",
+    "publishing",
+    "regroup",
+    "store_commits",
+    "store_pieces",
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

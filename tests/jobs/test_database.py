@@ -13,12 +13,8 @@ import gristmill.jobs.store.database
 from examples.cluster.server_process import free_ports
 from examples.cluster.servers import PostgresServer, running
 from gristmill.jobs.errors import OutputError, RefusedError, StoreError, StoreUnavailable
-from gristmill.jobs.store.database import (
-    Database,
-    connect_database,
-    database_url,
-    safe_url,
-)
+from gristmill.jobs.store.database import Database, connect_database, database_url, safe_url
+from tests.jobs.cases import ADD_WORKER
 from tests.tcp_proxy import TcpProxy, proxy_before
 
 
@@ -41,21 +37,13 @@ def postgres_engine(migrated_postgres_url: str) -> Iterator[Engine]:
     opened.dispose()
 
 
-def test_opening_a_database_creates_its_folder(sqlite_engine: Engine, path: Path) -> None:
-    assert path.exists()
-
-
-def test_a_file_that_is_no_database_is_refused(path: Path) -> None:
-    path.parent.mkdir(parents=True)
-    path.write_text("this is a letter, not a database" * 100)
-    with pytest.raises(RefusedError, match="not a database.*--database-url"):
-        connect_database(f"sqlite:///{path}")
-
-
-def test_a_database_in_an_impossible_place_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RefusedError, match="--database-url"):
-        connect_database(f"sqlite:///{tmp_path}/file/jobs.db")
+@pytest.mark.parametrize(
+    ("file", "match"), [("file", "not a database.*--database-url"), ("file/jobs.db", "--database-url")]
+)
+def test_a_place_that_holds_no_database_is_refused(tmp_path: Path, file: str, match: str) -> None:
+    (tmp_path / "file").write_text("this is a letter, not a database" * 100)
+    with pytest.raises(RefusedError, match=match):
+        connect_database(f"sqlite:///{tmp_path / file}")
 
 
 @pytest.mark.parametrize("url", ["nonsense", "oracle9://x/y", "mysql://host/db", ""])
@@ -64,7 +52,7 @@ def test_a_url_of_no_known_kind_is_refused(url: str) -> None:
         connect_database(url)
 
 
-def test_the_file_is_in_wal_mode(sqlite_engine: Engine, path: Path) -> None:
+def test_the_file_is_in_a_new_folder_and_in_wal_mode(sqlite_engine: Engine, path: Path) -> None:
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     connection.close()
@@ -104,10 +92,9 @@ def test_a_full_disk_under_the_file_says_so(sqlite_engine: Engine) -> None:
 def test_a_file_that_stays_locked_means_try_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gristmill.jobs.store.database, "BUSY_TIMEOUT_S", 0.05)
     engine = connect_database(f"sqlite:///{path}")
-    with Database(engine).write():
-        with pytest.raises(StoreUnavailable, match="does not answer now.*locked"):
-            with Database(engine).write():
-                pass
+    with Database(engine).write(), pytest.raises(StoreUnavailable, match="does not answer now.*locked"):
+        with Database(engine).write():
+            pass
     engine.dispose()
 
 
@@ -138,25 +125,18 @@ def test_a_database_that_does_not_exist_is_refused(postgres_server: PostgresServ
         connect_database(postgres_server.url("no_such_database"))
 
 
+@pytest.mark.parametrize("before_commit", [False, True])
 def test_a_connection_cut_in_a_transaction_means_try_again_and_the_next_one_works(
-    postgres_engine: Engine, postgres_server: PostgresServer
+    postgres_engine: Engine, postgres_server: PostgresServer, before_commit: bool
 ) -> None:
     with pytest.raises(StoreUnavailable, match="does not answer now"):
         with Database(postgres_engine).write() as (connection, _):
             pid = connection.scalar(text("SELECT pg_backend_pid()"))
             postgres_server.execute(f"SELECT pg_terminate_backend({pid}, 5000)")
-            connection.execute(text("SELECT 1"))
+            if not before_commit:
+                connection.execute(text("SELECT 1"))
     with Database(postgres_engine).write() as (connection, _):
         assert connection.scalar(text("SELECT 1")) == 1
-
-
-def test_a_connection_cut_before_the_commit_means_try_again(
-    postgres_engine: Engine, postgres_server: PostgresServer
-) -> None:
-    with pytest.raises(StoreUnavailable, match="does not answer now"):
-        with Database(postgres_engine).write() as (connection, _):
-            pid = connection.scalar(text("SELECT pg_backend_pid()"))
-            postgres_server.execute(f"SELECT pg_terminate_backend({pid}, 5000)")
 
 
 @pytest.fixture
@@ -193,11 +173,9 @@ def test_a_network_that_fails_means_try_again_until_it_is_back(
 
 def test_a_commit_whose_reply_is_lost_may_have_happened(engine_behind_proxy: Engine, proxy: TcpProxy) -> None:
     """So a caller reads the row back before it writes again."""
-    row = "('w', 'o', 'h', 1, '1', '[]', 0, 0, 0, 0)"
-    columns = "id, owner, host, pid, version, models, num_shards, num_rows_in_flight, started_at, seen_at"
     with pytest.raises(StoreUnavailable, match="does not answer now"):
         with Database(engine_behind_proxy).write() as (connection, _):
-            connection.execute(text(f"INSERT INTO workers ({columns}) VALUES {row}"))
+            connection.execute(ADD_WORKER)
             proxy.loses_reply_to = lambda chunk: b"COMMIT" in chunk
     assert proxy.num_lost_replies == 1
     proxy.loses_reply_to = lambda chunk: False
@@ -249,9 +227,8 @@ def test_a_transaction_that_stands_still_is_ended_by_the_server(
 def test_a_statement_that_can_never_work_is_no_reason_to_try_again(
     postgres_engine: Engine, statement: str
 ) -> None:
-    with pytest.raises(StoreError) as caught:
-        with Database(postgres_engine).write() as (connection, _):
-            connection.execute(text(statement))
+    with pytest.raises(StoreError) as caught, Database(postgres_engine).write() as (connection, _):
+        connection.execute(text(statement))
     assert not isinstance(caught.value, StoreUnavailable)
     assert "\n" not in str(caught.value)
 

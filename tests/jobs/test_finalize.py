@@ -34,6 +34,7 @@ from tests.jobs.cases import (
     finish_shard,
     read_rows,
     run_all,
+    run_job,
     run_queue,
     submit_job,
 )
@@ -86,20 +87,24 @@ def test_a_job_with_work_left_is_not_finalized(store: Store, storage: Storage, o
 
 
 def test_an_input_without_rows_gives_an_empty_part(store: Store, storage: Storage, out: Path) -> None:
-    job = create_job(store, out, 0)
-    run_all(store, storage, job)
+    job = run_job(store, storage, out, 0)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
     assert pq.read_table(out).num_rows == 0
 
 
 def test_a_failed_shard_fails_the_job_and_the_rest_is_kept(store: Store, storage: Storage, out: Path) -> None:
     job = create_job(store, out, 4, 4)
-    store.shards.fail(claim_or_fail(store, job), "the engine died 3 times in shard 0")
+    bad = claim_or_fail(store, job)
+    store.shards.record_crash(bad)
+    store.shards.fail(bad, "the engine died 3 times in shard 0")
     run_all(store, storage, job)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.FAILED
     assert store.jobs.load(job.job_id).message == "the engine died 3 times in shard 0"
     assert storage.names() == ["part-00001.parquet"]
     store.ends.resume(job.job_id)
+    again = claim_or_fail(store, job)
+    assert (again.range.shard_index, again.crash_count) == (0, 0)
+    store.shards.release(again)
     run_all(store, storage, job)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
     assert read_rows(out) == list(range(8))
@@ -113,8 +118,7 @@ def test_finalizing_redoes_what_was_not_published(store: Store, storage: Storage
 
 
 def test_finalizing_twice_changes_nothing(store: Store, storage: Storage, out: Path) -> None:
-    job = create_job(store, out, 4)
-    run_all(store, storage, job)
+    job = run_job(store, storage, out, 4)
     finalize_job(store, storage, job.job_id, ELSEWHERE)
     before = (out / "_manifest.json").stat()
     assert finalize_job(store, storage, job.job_id, OTHER_PLACE) == JobState.COMPLETED
@@ -127,17 +131,12 @@ class Killed(BaseException):
 
 # After a step is mostly before the next one; these change something.
 KILLS = [
-    ("before", "list_attempts"),
-    ("before", "remove_strays"),
-    ("before", "_check_parts"),
-    ("before", "_put_manifest"),
-    ("before", "storage.delete_all"),
-    ("after", "storage.delete_all"),
-    ("before", "storage.sweep"),
-    ("before", "storage.put_new"),
-    ("after", "storage.put_new"),
-    ("before", "complete"),
-    ("after", "complete"),
+    *(
+        ("before", step)
+        for step in ("list_attempts", "remove_strays", "_check_parts", "_put_manifest", "complete")
+    ),
+    *(("before", step) for step in ("storage.delete_all", "storage.sweep", "storage.put_new")),
+    *(("after", step) for step in ("storage.delete_all", "storage.put_new", "complete")),
 ]
 
 
@@ -233,8 +232,7 @@ def test_a_paused_finalizer_takes_nothing_from_the_run_after_it(
 def test_the_claim_is_kept_while_a_part_is_slow(
     store: Store, storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = submit_job(store, out, 4)
-    run_queue(store, storage)
+    job = run_job(store, storage, out, 4)
     renewed, slow, plain = [], threading.Event(), store.finalizing.renew
 
     def renew(claim: FinalizeClaim) -> bool:
@@ -256,8 +254,7 @@ def test_the_claim_is_kept_while_a_part_is_slow(
 def test_who_loses_the_claim_stops_there(
     store: Store, storage: Storage, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = submit_job(store, out, 4)
-    run_queue(store, storage)
+    job = run_job(store, storage, out, 4)
     monkeypatch.setattr(store.finalizing, "renew", lambda claim: False)
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.FINALIZING
     assert storage.size("_manifest.json") is None
@@ -265,8 +262,7 @@ def test_who_loses_the_claim_stops_there(
 
 def test_a_manifest_from_before_a_retry_makes_room(store: Store, place: str) -> None:
     storage = open_storage(place)
-    job = submit_job(store, place, 4)
-    run_queue(store, storage)
+    job = run_job(store, storage, place, 4)
     storage.put("_manifest.json", json.dumps({"job_id": job.job_id, "totals": "earlier"}).encode())
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
     assert json.loads(storage.read("_manifest.json"))["totals"]["rows"] == 4
@@ -276,8 +272,7 @@ def test_a_manifest_from_before_a_retry_makes_room(store: Store, place: str) -> 
 def test_a_manifest_of_another_job_is_never_replaced(
     store: Store, storage: Storage, out: Path, content: bytes
 ) -> None:
-    job = submit_job(store, out, 4)
-    run_queue(store, storage)
+    job = run_job(store, storage, out, 4)
     storage.put("_manifest.json", content)
     with pytest.raises(OutputError, match="_manifest.json is that of another job.*remove the file"):
         finalize_job(store, storage, job.job_id, ELSEWHERE)
@@ -301,24 +296,28 @@ def test_failed_rows_tried_again_end_in_a_new_manifest(store: Store, place: str)
     assert read_all(storage) == list(range(20))
 
 
-def test_a_part_that_was_tampered_with_stops_the_end(store: Store, storage: Storage, out: Path) -> None:
-    job = create_job(store, out, 4)
-    run_all(store, storage, job)
-    path = out / "part-00000.parquet"
-    data = path.read_bytes()
-    path.unlink()
-    with pytest.raises(OutputError, match=r"part-00000.parquet is missing"):
-        finalize_job(store, storage, job.job_id, ELSEWHERE)
-    assert store.jobs.load(job.job_id).state == JobState.FINALIZING
-    path.write_bytes(data)
-    assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED
-
-
-def test_the_invariant_is_counted_from_the_parts(store: Store, storage: Storage, out: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_gone", "said"),
+    [
+        (True, "part-00000.jsonl is missing"),
+        (
+            False,
+            "holds 4 rows and 1 errors, but 4 and 0 were committed",
+        ),  # the invariant, counted from the parts
+    ],
+)
+def test_a_part_that_was_tampered_with_stops_the_end(
+    store: Store, storage: Storage, out: Path, is_gone: bool, said: str
+) -> None:
     job = create_job(store, out, 4, output_format="jsonl")
     run_all(store, storage, job, "jsonl")
     path = out / "part-00000.jsonl"
     data = path.read_bytes()
     path.write_bytes(data.replace(b'"error_message": null', b'"error_message": fake', 1))
-    with pytest.raises(OutputError, match="holds 4 rows and 1 errors, but 4 and 0 were committed"):
+    if is_gone:
+        path.unlink()
+    with pytest.raises(OutputError, match=said):
         finalize_job(store, storage, job.job_id, ELSEWHERE)
+    assert store.jobs.load(job.job_id).state == JobState.FINALIZING
+    path.write_bytes(data)
+    assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.COMPLETED

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from sqlalchemy import insert, update
 
 from gristmill.jobs.owner import Owner, current_owner
-from gristmill.jobs.records import JobRecord
+from gristmill.jobs.records import JobRecord, WorkerModel
 from gristmill.jobs.stats import JobStats
 from gristmill.jobs.storage.folder import Storage
-from gristmill.jobs.store.models import shards, workers
 from gristmill.jobs.store.store import Store
 from tests.jobs.cases import (
     ELSEWHERE,
@@ -33,20 +28,9 @@ def submit(store: Store, out: Path, *shard_rows: int) -> JobRecord:
     return job
 
 
-def add_worker(store: Store, owner: Owner, model: str = "null:", **values: Any) -> None:
-    offered = [{"name": model, "fingerprint": "f" * 32, "dtype": "float32", "is_loaded": False}]
-    with store.database.write() as (connection, now):
-        row = {
-            "id": f"worker-{owner.host}-{owner.pid}",
-            "owner": owner.to_text(),
-            "host": owner.host,
-            "pid": owner.pid,
-            "version": "1",
-            "models": offered,
-            "started_at": now,
-            "seen_at": now,
-        }
-        connection.execute(insert(workers).values(row | values))
+def add_worker(store: Store, owner: Owner, model: str = "null:") -> None:
+    offered = [WorkerModel(model, "f" * 32, "float32", False)]
+    store.workers.register(f"worker-{owner.host}-{owner.pid}", owner, offered, "1")
 
 
 def test_a_local_job_is_live_while_its_process_lives(store: Store, clock: Clock, out: Path) -> None:
@@ -81,7 +65,8 @@ def test_a_submitted_job_is_live_while_a_worker_offers_its_model(
 ) -> None:
     job = submit(store, out, 4)
     add_worker(store, ELSEWHERE, model="another")
-    add_worker(store, replace(ELSEWHERE, pid=8), stopped_at=clock.now)
+    add_worker(store, replace(ELSEWHERE, pid=8))
+    store.workers.stop("worker-elsewhere-8")
     add_worker(store, dead_owner())
     assert not store.jobs.status(job.job_id).is_live
     add_worker(store, OTHER_PLACE)
@@ -130,15 +115,3 @@ def test_the_learned_speed_of_submitted_jobs_is_that_of_one_engine(
     run_all(store, storage, job)
     change_job(store, job, active_s=10.0, stats=JobStats(busy_s=80.0).to_json())
     assert store.jobs.learned_rows_per_s(job.fingerprint, None) == 1.25
-
-
-def test_a_status_stays_quick_with_many_shards(store: Store, out: Path) -> None:
-    job = submit(store, out, *[1] * 5000)
-    with store.database.write() as (connection, _):
-        connection.execute(update(shards).values(state="done", part_rows=1, rows_completed=1))
-    best = 1.0
-    for _ in range(5):
-        start = time.perf_counter()
-        assert store.jobs.status(job.job_id).completed == 5000
-        best = min(best, time.perf_counter() - start)
-    assert best < 0.1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,17 +30,6 @@ from tests.jobs.cases import (
 )
 
 
-def test_a_complete_commit_ends_the_shard(store: Store, storage: Storage, out: Path) -> None:
-    job = create_job(store, out, 10)
-    claim = claim_or_fail(store, job)
-    assert commit_rows(store, storage, claim, *range(10), complete=True)
-    status = store.jobs.status(job.job_id)
-    assert (status.completed, status.failed, status.not_run) == (9, 1, 0)
-    assert status.shards == {"done": 1}
-    assert read_rows(out) == list(range(10))
-    assert store.claims.next(offer_for(job), OTHER_PLACE) is None
-
-
 def test_a_checkpoint_keeps_the_claim_and_makes_the_part_longer(
     store: Store, storage: Storage, out: Path
 ) -> None:
@@ -57,25 +45,18 @@ def test_a_checkpoint_keeps_the_claim_and_makes_the_part_longer(
     assert [path.name for path in out.glob("part-*")] == ["part-00000.parquet"]
 
 
-def test_a_stopped_shard_goes_on_where_it_was(store: Store, storage: Storage, out: Path) -> None:
-    job = create_job(store, out, 6)
-    commit_rows(store, storage, claim_or_fail(store, job), 0, 3, requeue=True)
-    again = claim_or_fail(store, job, OTHER_PLACE)
-    assert load_done_rows(storage, again.part) == {0, 3}
-    commit_rows(store, storage, again, 1, 2, 4, 5, complete=True)
-    assert read_rows(out) == [0, 1, 2, 3, 4, 5]
-    assert store.jobs.status(job.job_id).completed == 6
-
-
-def test_counts_and_stats_add_up_over_commits(store: Store, storage: Storage, out: Path) -> None:
+def test_counts_and_stats_add_up_over_commits_and_the_last_one_ends_the_shard(
+    store: Store, storage: Storage, out: Path
+) -> None:
     job = create_job(store, out, 20)
     claim = claim_or_fail(store, job)
     claim = commit_rows(store, storage, claim, *range(10)) or claim
     commit_rows(store, storage, claim, *range(10, 20), complete=True)
     status = store.jobs.status(job.job_id)
-    assert (status.completed, status.failed, status.prompt_tokens) == (18, 2, 90)
-    assert status.errors_by_code == {"null_value": 2}
+    assert (status.completed, status.failed, status.not_run, status.prompt_tokens) == (18, 2, 0, 90)
+    assert (status.errors_by_code, status.shards) == ({"null_value": 2}, {"done": 1})
     assert status.percentiles["queue_wait_s"]["p50"] == pytest.approx(0.5, rel=0.05)
+    assert store.claims.next(offer_for(job), OTHER_PLACE) is None
 
 
 def test_a_stop_before_the_first_row_commits_nothing_and_requeues(store: Store, out: Path) -> None:
@@ -85,14 +66,12 @@ def test_a_stop_before_the_first_row_commits_nothing_and_requeues(store: Store, 
     assert store.jobs.status(job.job_id).shards == {"queued": 1}
 
 
-def test_a_shard_is_not_done_while_rows_are_missing(store: Store, storage: Storage, out: Path) -> None:
+def test_counts_must_be_those_of_the_part_and_a_done_shard_has_all_rows(
+    store: Store, storage: Storage, out: Path
+) -> None:
     claim = claim_or_fail(store, create_job(store, out, 6))
     with pytest.raises(AssertionError, match="not done with 2"):
         commit_rows(store, storage, claim, 0, 1, complete=True)
-
-
-def test_counts_must_be_those_of_the_part(store: Store, storage: Storage, out: Path) -> None:
-    claim = claim_or_fail(store, create_job(store, out, 6))
     part = write_rows(storage, claim, 0, 1)
     with pytest.raises(AssertionError, match="1 rows counted, 2 in the part"):
         store.shards.commit(claim, part, ShardCounts(completed=1), JobStats())
@@ -150,33 +129,31 @@ def test_a_database_that_stays_away_is_an_error(
         store.shards.commit(claim, part, *count_results(build_results(0, 1, 2, 3)), complete=True)
 
 
-def test_a_crash_between_commit_and_publication_is_redone(store: Store, storage: Storage, out: Path) -> None:
-    job = create_job(store, out, 4)
-    commit_rows(store, storage, claim_or_fail(store, job), 0, 1, 2, 3, complete=True, publish=False)
-    assert read_rows(out) == []
-    assert redo_publications(storage, store.shards, job.job_id) == 1
-    assert read_rows(out) == [0, 1, 2, 3]
-    assert redo_publications(storage, store.shards, job.job_id) == 0
-
-
-def test_a_crash_between_rename_and_its_note_is_redone(store: Store, storage: Storage, out: Path) -> None:
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_a_crash_between_commit_and_the_note_of_the_publication_is_redone(
+    store: Store, storage: Storage, out: Path, is_renamed: bool
+) -> None:
     job = create_job(store, out, 4)
     claim = commit_rows(store, storage, claim_or_fail(store, job), 0, 1, 2, 3, complete=True, publish=False)
     assert claim is not None and claim.part is not None
-    storage.publish(claim.part.attempt, claim.part.path)
-    assert redo_publications(storage, store.shards, job.job_id) == 1
-    assert store.shards.unpublished_parts(job.job_id) == []
+    if is_renamed:
+        storage.publish(claim.part.attempt, claim.part.path)
+    assert read_rows(out) == ([0, 1, 2, 3] if is_renamed else [])
+    assert [redo_publications(storage, store.shards, job.job_id) for _ in range(2)] == [1, 0]
+    assert read_rows(out) == [0, 1, 2, 3]
 
 
-def test_a_claim_reads_a_part_that_was_committed_and_not_published(
-    store: Store, storage: Storage, out: Path
+@pytest.mark.parametrize("publish", [True, False])
+def test_a_stopped_shard_goes_on_where_it_was_whether_its_part_was_published(
+    store: Store, storage: Storage, out: Path, publish: bool
 ) -> None:
     job = create_job(store, out, 4)
-    commit_rows(store, storage, claim_or_fail(store, job), 1, 2, requeue=True, publish=False)
-    again = claim_or_fail(store, job)
+    commit_rows(store, storage, claim_or_fail(store, job), 1, 2, requeue=True, publish=publish)
+    again = claim_or_fail(store, job, OTHER_PLACE)
     assert load_done_rows(storage, again.part) == {1, 2}
     commit_rows(store, storage, again, 0, 3, complete=True)
     assert read_rows(out) == [0, 1, 2, 3]
+    assert store.jobs.status(job.job_id).completed == 4
 
 
 def test_a_stale_publisher_does_no_harm(store: Store, storage: Storage, clock: Clock, out: Path) -> None:
@@ -206,9 +183,3 @@ def test_a_longer_part_waits_to_be_published_again(store: Store, storage: Storag
     publish_part(storage, store.shards, longer.shard_id, longer.part)
     publish_part(storage, store.shards, longer.shard_id, longer.part)
     assert read_rows(out) == [0, 1, 2]
-
-
-def test_a_commit_with_an_older_fence_changes_nothing(store: Store, storage: Storage, out: Path) -> None:
-    claim = claim_or_fail(store, create_job(store, out, 4))
-    assert commit_rows(store, storage, replace(claim, fence=claim.fence - 1), 0) is None
-    assert store.jobs.status(claim.job_id).completed == 0

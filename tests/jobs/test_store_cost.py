@@ -15,7 +15,12 @@ from tests.jobs.cases import ELSEWHERE, OFFER, submit_job
 NUM_CLAIMS = 200
 
 
-def check_claims(store: Store, tmp_path: Path, num_shards: int, num_jobs: int) -> None:
+@pytest.mark.parametrize(
+    ("num_shards", "num_jobs"), [(2_000, 10), pytest.param(100_000, 50, marks=pytest.mark.long)]
+)
+def test_a_claim_costs_less_than_a_hundredth_of_a_shard(
+    store: Store, tmp_path: Path, num_shards: int, num_jobs: int
+) -> None:
     submit_job(store, tmp_path / "large", *([1] * num_shards))
     for i in range(num_jobs - 1):
         submit_job(store, tmp_path / f"small{i}", *([1] * 10))
@@ -30,12 +35,3 @@ def check_claims(store: Store, tmp_path: Path, num_shards: int, num_jobs: int) -
         f" {p95 * 1000:.1f} ms (95%): {p95 / TARGET_SHARD_S:.2%} of a shard"
     )
     assert p95 < 0.01 * TARGET_SHARD_S
-
-
-def test_a_claim_costs_less_than_a_hundredth_of_a_shard(store: Store, tmp_path: Path) -> None:
-    check_claims(store, tmp_path, 2_000, 10)
-
-
-@pytest.mark.long
-def test_a_claim_stays_cheap_among_a_hundred_thousand_shards(store: Store, tmp_path: Path) -> None:
-    check_claims(store, tmp_path, 100_000, 50)

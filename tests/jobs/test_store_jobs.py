@@ -27,6 +27,7 @@ from tests.jobs.cases import (
     create_job,
     dead_owner,
     run_all,
+    run_job,
 )
 
 
@@ -53,13 +54,9 @@ def test_a_job_is_found_by_id_prefix_or_folder(store: Store, clock: Clock, tmp_p
         store.jobs.find("job_")
     assert [job.job_id for job in store.jobs.newest()] == [second.job_id, first.job_id]
     assert store.jobs.newest(limit=1) == [second]
-
-
-def test_the_newest_job_of_a_folder_is_found(store: Store, clock: Clock, out: Path) -> None:
-    create_job(store, out, 1)
     clock.now += 1
-    newer = create_job(store, out, 1)
-    assert store.jobs.find(str(out)) == newer
+    newest = create_job(store, tmp_path / "a", 1)
+    assert store.jobs.find(str(tmp_path / "a")) == newest
 
 
 def test_an_unknown_job_is_named(store: Store) -> None:
@@ -116,7 +113,7 @@ def test_a_new_job_takes_the_folder_over_from_a_dead_one_only(store: Store, cloc
         store.ends.resume(old.job_id)
 
 
-def test_a_cancel_waits_for_the_live_owner_and_keeps_its_rows(
+def test_a_cancel_waits_for_the_live_owner_and_its_rows_are_kept_for_a_resume(
     store: Store, storage: Storage, out: Path
 ) -> None:
     job = create_job(store, out, 4, 4)
@@ -130,37 +127,16 @@ def test_a_cancel_waits_for_the_live_owner_and_keeps_its_rows(
     assert status.shards == {"cancelled": 2}
     assert store.ends.finish_cancel(job.job_id)
     assert store.ends.request_cancel(job.job_id) == JobState.CANCELLED
-
-
-def test_a_cancel_does_not_wait_for_the_dead(store: Store, clock: Clock, out: Path) -> None:
-    job = create_job(store, out, 4, 4)
-    claim_or_fail(store, job, dead_owner())
-    lapsed = claim_or_fail(store, job, ELSEWHERE)
-    store.ends.request_cancel(job.job_id)
-    clock.now += 61
-    assert store.ends.finish_cancel(job.job_id)
-    assert not store.shards.release(lapsed)
-
-
-def test_a_cancelled_job_resumes_without_its_committed_rows(
-    store: Store, storage: Storage, out: Path
-) -> None:
-    job = create_job(store, out, 4, 4)
-    commit_rows(store, storage, claim_or_fail(store, job), 0, 1, 2, 3, complete=True)
-    store.ends.request_cancel(job.job_id)
-    store.ends.finish_cancel(job.job_id)
-    for _ in range(2):
-        assert store.ends.resume(job.job_id) == JobState.IN_PROGRESS
-    assert store.jobs.status(job.job_id).shards == {"done": 1, "queued": 1}
+    assert [store.ends.resume(job.job_id) for _ in range(2)] == [JobState.IN_PROGRESS] * 2
     assert store.jobs.load(job.job_id).finished_at is None
-    assert claim_or_fail(store, job).range.first_row == 4
+    again = claim_or_fail(store, job)
+    assert again.part is not None and again.part.rows == 2
 
 
 def test_a_completed_job_cannot_be_cancelled_failed_or_resumed(
     store: Store, storage: Storage, out: Path
 ) -> None:
-    job = create_job(store, out, 2)
-    run_all(store, storage, job)
+    job = run_job(store, storage, out, 2)
     claim = store.finalizing.claim(job.job_id, ELSEWHERE)
     assert claim is not None
     assert store.finalizing.complete(claim, JobState.COMPLETED)
@@ -187,33 +163,11 @@ def test_too_many_errors_fail_the_job_and_stop_its_workers(store: Store, storage
     assert store.jobs.status(job.job_id).message is None
 
 
-def test_a_resumed_job_tries_its_failed_shards_again(store: Store, storage: Storage, out: Path) -> None:
-    job = create_job(store, out, 2, 2)
-    bad = claim_or_fail(store, job)
-    store.shards.record_crash(bad)
-    store.shards.fail(bad, "no luck")
-    run_all(store, storage, job)
-    claim = store.finalizing.claim(job.job_id, ELSEWHERE)
-    assert claim is not None
-    store.finalizing.complete(claim, JobState.FAILED, "no luck")
-    store.ends.resume(job.job_id)
-    again = claim_or_fail(store, job)
-    assert (again.range.shard_index, again.crash_count) == (0, 0)
-
-
-def test_finalizing_waits_for_the_last_shard(store: Store, storage: Storage, out: Path) -> None:
-    job = create_job(store, out, 2, 2)
-    claim = claim_or_fail(store, job)
-    assert store.finalizing.claim(job.job_id, ELSEWHERE) is None
-    commit_rows(store, storage, claim, 0, 1, complete=True)
-    assert store.finalizing.claim(job.job_id, ELSEWHERE) is None
-    run_all(store, storage, job)
-    assert store.finalizing.claim(job.job_id, ELSEWHERE) is not None
-
-
-def test_one_process_finalizes_at_a_time(store: Store, storage: Storage, clock: Clock, out: Path) -> None:
-    job = create_job(store, out, 2)
-    run_all(store, storage, job)
+def test_one_process_finalizes_at_a_time_and_one_that_is_gone_is_followed(
+    store: Store, storage: Storage, clock: Clock, out: Path
+) -> None:
+    job = run_job(store, storage, out, 2)
+    assert store.finalizing.waiting() == [job.job_id]
     first = store.finalizing.claim(job.job_id, ELSEWHERE)
     assert first is not None
     assert store.finalizing.claim(job.job_id, OTHER_PLACE) is None
@@ -221,19 +175,16 @@ def test_one_process_finalizes_at_a_time(store: Store, storage: Storage, clock: 
     assert store.finalizing.renew(first)
     clock.now += 50
     assert store.finalizing.claim(job.job_id, OTHER_PLACE) is None
+    assert store.finalizing.waiting() == []
     clock.now += 11
-    second = store.finalizing.claim(job.job_id, OTHER_PLACE)
-    assert second is not None
+    assert store.finalizing.waiting() == [job.job_id]
+    assert store.finalizing.claim(job.job_id, dead_owner())
+    assert store.finalizing.waiting() == [job.job_id]
+    last = store.finalizing.claim(job.job_id, current_owner())
+    assert last is not None and store.finalizing.waiting() == []
     assert not store.finalizing.renew(first)
     assert not store.finalizing.complete(first, JobState.COMPLETED)
-    assert store.finalizing.complete(second, JobState.COMPLETED)
-
-
-def test_a_finalizer_that_died_here_is_followed_at_once(store: Store, storage: Storage, out: Path) -> None:
-    job = create_job(store, out, 2)
-    run_all(store, storage, job)
-    assert store.finalizing.claim(job.job_id, dead_owner())
-    assert store.finalizing.claim(job.job_id, current_owner())
+    assert store.finalizing.complete(last, JobState.COMPLETED)
 
 
 def work_for(store: Store, clock: Clock, job: JobRecord, seconds: int) -> None:
@@ -258,17 +209,6 @@ def test_elapsed_time_leaves_pauses_out(store: Store, storage: Storage, clock: C
     assert status.tokens_per_s == 8 * 45 / 25
     assert status.saved_tokens_share == 2 / 5
     assert status.owner == "process 7 on elsewhere"
-
-
-def test_a_fresh_job_has_no_rates(store: Store, out: Path) -> None:
-    status = store.jobs.status(create_job(store, out, 4).job_id)
-    assert (status.elapsed_s, status.eta_s, status.tokens_per_s, status.saved_tokens_share) == (
-        0,
-        None,
-        None,
-        None,
-    )
-    assert status.rows == status.completed + status.failed + status.skipped + status.not_run == 4
 
 
 def test_the_speed_of_earlier_jobs_is_learned(
@@ -317,10 +257,7 @@ def test_events_are_kept(store: Store, out: Path) -> None:
 
 
 def test_shards_belong_to_a_job(store: Store) -> None:
-    with pytest.raises(StoreError, match="(?i)foreign key"):
-        with store.database.write() as (connection, _):
-            values = {"shard_index": 0, "source_index": 0, "first_row": 0, "num_rows": 0, "num_records": 0}
-            shard = insert(shards).values(
-                job_id="job_x", state="queued", byte_offset=0, byte_size=0, **values
-            )
-            connection.execute(shard)
+    with pytest.raises(StoreError, match="(?i)foreign key"), store.database.write() as (connection, _):
+        values = {"shard_index": 0, "source_index": 0, "first_row": 0, "num_rows": 0, "num_records": 0}
+        shard = insert(shards).values(job_id="job_x", state="queued", byte_offset=0, byte_size=0, **values)
+        connection.execute(shard)

@@ -8,7 +8,7 @@ from pathlib import Path
 from gristmill.jobs.source import Source
 from gristmill.jobs.states import JobState
 from gristmill.jobs.store.store import Store
-from tests.jobs.cases import ELSEWHERE, SOURCES, Clock, build_pieces, dead_owner, start_job, submit_job
+from tests.jobs.cases import ELSEWHERE, SOURCES, Clock, build_pieces, start_job, submit_job
 
 
 def save_pieces(store: Store, job_id: str, number: int) -> bool:
@@ -98,14 +98,6 @@ def test_pieces_of_a_stopped_or_resumed_job_are_forgotten(store: Store, clock: C
     assert store.ends.resume(job.job_id) == JobState.VALIDATING
     assert store.pieces.load_all(job.job_id) == []
     assert store.plans.waiting() == [job.job_id]
-
-
-def test_a_dead_planner_of_pieces_is_followed(store: Store, out: Path) -> None:
-    job = submit_job(store, out)
-    store.plans.claim(job.job_id, dead_owner())
-    assert store.plans.waiting() == [job.job_id]
-    assert save_pieces(store, job.job_id, 1)
-    assert store.plans.waiting() == []
 
 
 def test_each_piece_names_its_own_source(store: Store, out: Path) -> None:

@@ -27,45 +27,34 @@ from tests.jobs.cases import (
 )
 
 
-def test_the_lowest_shard_comes_first_and_each_once(store: Store, out: Path) -> None:
-    job = submit_job(store, out, 4, 4, 2)
-    claims = [claim_next(store) for _ in range(3)]
-    assert [claim.range.first_row for claim in claims] == [0, 4, 8]
-    assert {claim.job_id for claim in claims} == {job.job_id}
-    assert store.claims.next(OFFER, OTHER_PLACE) is None
-    assert not store.claims.has_work(OFFER)
-
-
-def test_a_higher_priority_comes_first(store: Store, clock: Clock, tmp_path: Path) -> None:
-    jobs = {}
-    for priority in ("low", "normal", "high"):
-        jobs[priority] = submit_job(store, tmp_path / priority, 1, 1, priority=priority).job_id
+@pytest.mark.parametrize(
+    ("asked", "running", "order"),
+    [
+        ([(2, {"priority": "low"}), (2, {}), (2, {"priority": "high"})], 0, "ccbbaa"),  # the highest priority
+        ([(10, {}), (2, {})], 3, "bba"),  # a long job does not starve a short one
+        ([(3, {}), (3, {})], 0, "abab"),  # equal jobs share the workers
+        (
+            [(1, {"prefix_key": "cold"}), (1, {"prefix_key": "warm"})],
+            0,
+            "ba",
+        ),  # what a worker has in its cache
+    ],
+)
+def test_whose_shard_is_next(
+    store: Store,
+    clock: Clock,
+    tmp_path: Path,
+    asked: list[tuple[int, dict[str, str]]],
+    running: int,
+    order: str,
+) -> None:
+    names = {}
+    for name, (num_shards, fields) in zip("abc", asked, strict=False):
+        names[submit_job(store, tmp_path / name, *[1] * num_shards, **fields).job_id] = name
+        if name == "a":
+            assert {claim_next(store).job_id for _ in range(running)} <= set(names)
         clock.now += 1
-    order = [claim_next(store).job_id for _ in range(6)]
-    assert order == [jobs[name] for name in ("high", "high", "normal", "normal", "low", "low")]
-
-
-def test_a_long_job_does_not_starve_a_short_one(store: Store, clock: Clock, tmp_path: Path) -> None:
-    long = submit_job(store, tmp_path / "long", *[1] * 10)
-    assert [claim_next(store).job_id for _ in range(3)] == [long.job_id] * 3
-    clock.now += 1
-    short = submit_job(store, tmp_path / "short", 1, 1)
-    assert [claim_next(store).job_id for _ in range(3)] == [short.job_id, short.job_id, long.job_id]
-
-
-def test_equal_jobs_share_the_workers(store: Store, clock: Clock, tmp_path: Path) -> None:
-    first = submit_job(store, tmp_path / "a", 1, 1, 1)
-    clock.now += 1
-    second = submit_job(store, tmp_path / "b", 1, 1, 1)
-    order = [claim_next(store).job_id for _ in range(4)]
-    assert order == [first.job_id, second.job_id] * 2
-
-
-def test_a_warm_prefix_decides_between_equal_jobs(store: Store, clock: Clock, tmp_path: Path) -> None:
-    submit_job(store, tmp_path / "a", 1, prefix_key="cold")
-    clock.now += 1
-    warm = submit_job(store, tmp_path / "b", 1, prefix_key="warm")
-    assert claim_next(store, warm=["warm"]).job_id == warm.job_id
+    assert "".join(names[claim_next(store, warm=["warm"]).job_id] for _ in order) == order
 
 
 @pytest.mark.parametrize(
@@ -105,13 +94,6 @@ def test_a_job_does_not_start_before_its_time_or_after_its_deadline(
     assert store.claims.next(OFFER, ELSEWHERE) is None
 
 
-def test_only_jobs_in_progress_give_shards(store: Store, out: Path) -> None:
-    job = submit_job(store, out)
-    assert store.claims.next(OFFER, ELSEWHERE) is None
-    store.plans.refuse(job.job_id, "no")
-    assert store.claims.next(OFFER, ELSEWHERE) is None
-
-
 def test_the_shard_of_a_dead_worker_comes_before_later_ones(store: Store, clock: Clock, out: Path) -> None:
     submit_job(store, out, 4, 4, 4)
     dead = claim_next(store, dead_owner())
@@ -123,7 +105,7 @@ def test_the_shard_of_a_dead_worker_comes_before_later_ones(store: Store, clock:
     clock.now += 11
     assert claim_next(store, OTHER_PLACE).shard_id == lapsed.shard_id
     assert claim_next(store, OTHER_PLACE).range.shard_index == 2
-    assert store.shards.heartbeat([lapsed], {}).lost_shard_ids == {lapsed.shard_id}
+    assert store.shards.heartbeat([lapsed, again], {}).lost_shard_ids == {lapsed.shard_id}
 
 
 def test_a_job_whose_last_shard_was_abandoned_has_work(store: Store, clock: Clock, out: Path) -> None:
@@ -175,19 +157,6 @@ def test_a_pause_without_workers_is_no_active_time(store: Store, clock: Clock, o
     clock.now += 5
     store.shards.heartbeat([claim], {})
     assert store.jobs.status(job.job_id).elapsed_s == 15
-
-
-def test_a_requeued_shard_keeps_its_rows_for_the_next_worker(
-    store: Store, storage: Storage, out: Path
-) -> None:
-    job = submit_job(store, out, 6)
-    commit_rows(store, storage, claim_next(store, ELSEWHERE), 0, 3, requeue=True)
-    again = claim_next(store, OTHER_PLACE)
-    assert again.part is not None and again.part.rows == 2
-    finish_shard(store, storage, again)
-    assert store.jobs.status(job.job_id).completed == 6
-    assert store.jobs.load(job.job_id).state == JobState.IN_PROGRESS
-    assert store.finalizing.waiting() == [job.job_id]
 
 
 def test_a_shard_that_ends_worker_after_worker_fails_and_the_others_go_on(

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from subprocess import PIPE
 
 from sqlalchemy import select
 
@@ -22,17 +20,29 @@ from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.storage.folder import open_storage
 from gristmill.jobs.store.models import attempts
 from gristmill.jobs.store.store import Store, open_store
-from tests.jobs.cases import ELSEWHERE, OFFER, SOURCES, build_pieces, run_queue, start_job, submit_job
+from tests.jobs.cases import (
+    ELSEWHERE,
+    OFFER,
+    SOURCES,
+    at_once,
+    build_pieces,
+    create_job,
+    run_queue,
+    start_job,
+    submit_job,
+)
 
 CLAIMING = """
 import sys
 from gristmill.jobs.owner import current_owner
+from gristmill.jobs.records import offer_for
 from gristmill.jobs.stats import JobStats, ShardCounts
 from gristmill.jobs.store.store import open_store
 from tests.jobs.cases import OFFER
 with open_store(sys.argv[1]) as store:
     store.workers.register(sys.argv[2], current_owner(), [], "1")
-    while claim := store.claims.next(OFFER, current_owner()):
+    local = offer_for(store.jobs.load(sys.argv[3]))
+    while claim := store.claims.next(OFFER, current_owner()) or store.claims.next(local, current_owner()):
         store.shards.heartbeat([claim], {})
         if claim.range.shard_index % 3 == 0 and claim.fence == 1:
             assert store.shards.release(claim)
@@ -43,55 +53,29 @@ with open_store(sys.argv[1]) as store:
 """
 
 
-def at_once(number: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `number` threads return that do `work` at the same moment; the first error is raised."""
-    results: list[Any] = [None] * number
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(number)
-
-    def run(index: int) -> None:
-        try:
-            barrier.wait()
-            results[index] = work(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
-
-
 def test_processes_take_every_shard_of_every_job_once(
     store_url: str, tmp_path: Path, repo_root: Path
 ) -> None:
     with open_store(store_url) as store:
         job_ids = [submit_job(store, tmp_path / f"{n}", *[0] * 12).job_id for n in range(3)]
+        local_id = create_job(store, tmp_path / "local", *[0] * 12).job_id
     command = [sys.executable, "-W", "error", "-c", CLAIMING, store_url]
     children = [
         subprocess.Popen(
-            [*command, f"w{number}"],
-            cwd=repo_root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [*command, f"w{number}", local_id], cwd=repo_root, stdout=PIPE, stderr=PIPE, text=True
         )
         for number in range(4)
     ]
     outputs = [child.communicate(timeout=120) for child in children]
     assert [errors for _, errors in outputs] == [""] * 4
     done = Counter(line for output, _ in outputs for line in output.splitlines())
-    assert done == Counter(f"{job_id} {index}" for job_id in job_ids for index in range(12))
+    assert done == Counter(f"{job_id} {index}" for job_id in [*job_ids, local_id] for index in range(12))
     with open_store(store_url) as store:
         assert sorted(store.finalizing.waiting()) == sorted(job_ids)
         assert {store.jobs.load(job_id).fingerprint for job_id in job_ids} == {OFFER.fingerprint}
         with store.database.read() as (connection, _):
             outcomes = Counter(connection.scalars(select(attempts.c.outcome)))
-    assert outcomes == {"done": 36, "requeued": 12}
+    assert outcomes == {"done": 48, "requeued": 16}
 
 
 def test_one_key_submitted_at_once_is_one_job(store: Store, out: Path) -> None:

@@ -15,6 +15,7 @@ from tests.jobs.cases import (
     ELSEWHERE,
     OFFER,
     Clock,
+    cancel,
     claim_next,
     commit_rows,
     create_job,
@@ -51,11 +52,12 @@ def test_a_stopped_job_ends_when_its_workers_have_stopped(
 def test_a_stop_does_not_wait_for_the_dead(store: Store, clock: Clock, out: Path) -> None:
     job = submit_job(store, out, 4, 4)
     claim_next(store, dead_owner())
-    claim_next(store, ELSEWHERE)
+    lapsed = claim_next(store, ELSEWHERE)
     store.ends.request_cancel(job.job_id)
     assert store.ends.drain_stopped() == []
     clock.now += 61
     assert store.ends.drain_stopped() == [job.job_id]
+    assert not store.shards.release(lapsed)
 
 
 def test_a_shard_that_is_done_after_the_stop_counts(store: Store, storage: Storage, out: Path) -> None:
@@ -95,8 +97,7 @@ def test_a_job_expires_at_its_deadline_and_keeps_its_rows(
 
 def test_a_resumed_job_has_no_deadline_that_passed(store: Store, clock: Clock, out: Path) -> None:
     job = submit_job(store, out, 4, deadline="60s")
-    store.ends.stop(job.job_id, JobState.CANCELLED)
-    store.ends.drain_stopped()
+    cancel(store, job)
     store.ends.resume(job.job_id)
     assert store.jobs.load(job.job_id).deadline_at == clock.now + 60
     clock.now += 60

@@ -68,10 +68,7 @@ def test_one_key_is_one_job(store: Store, out: Path) -> None:
     assert len({first.job.job_id, *keyless}) == 3
 
 
-@pytest.mark.parametrize(
-    ("output", "kept"),
-    [("s3://bucket/x/", "s3://bucket/x"), ("/o/../p/", "/p")],
-)
+@pytest.mark.parametrize(("output", "kept"), [("s3://bucket/x/", "s3://bucket/x"), ("/o/../p/", "/p")])
 def test_an_output_has_one_spelling(store: Store, output: str, kept: str) -> None:
     job = store.submissions.submit(build_spec(output)).job
     assert job.output == kept

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from gristmill.jobs.output.finalize import finalize_job
-from gristmill.jobs.owner import current_owner
 from gristmill.jobs.records import Notice, WorkerModel
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import Storage
@@ -38,21 +37,6 @@ def test_a_job_is_finalized_once_its_last_shard_ended(
     finish_shard(store, storage, last)
     assert store.finalizing.waiting() == [job.job_id]
     assert finalize_job(store, storage, job.job_id, ELSEWHERE) == JobState.FAILED
-    assert store.finalizing.waiting() == []
-
-
-def test_a_finalizer_that_is_gone_is_followed(
-    store: Store, storage: Storage, clock: Clock, out: Path
-) -> None:
-    job = submit_job(store, out, 2)
-    run_queue(store, storage)
-    assert store.finalizing.claim(job.job_id, ELSEWHERE)
-    assert store.finalizing.waiting() == []
-    clock.now += 61
-    assert store.finalizing.waiting() == [job.job_id]
-    assert store.finalizing.claim(job.job_id, dead_owner())
-    assert store.finalizing.waiting() == [job.job_id]
-    assert store.finalizing.claim(job.job_id, current_owner())
     assert store.finalizing.waiting() == []
 
 
@@ -136,25 +120,15 @@ def test_local_jobs_tell_nobody(store: Store, storage: Storage, out: Path) -> No
     assert store.notices.due() == []
 
 
-def test_workers_are_busy_idle_stopped_or_lost(store: Store, clock: Clock) -> None:
-    store.workers.register("w1", ELSEWHERE, [NULL, OTHER], "1.2")
-    clock.now += 1
-    store.workers.register("w2", OTHER_PLACE, [OTHER], "1.2")
-    store.workers.register("w0", dead_owner(), [NULL], "1.2")
-    assert store.workers.beat("w1", [NULL, OTHER], 2, 300)
-    workers = {worker.worker_id: worker for worker in store.workers.load_all()}
-    assert {name: worker.state for name, worker in workers.items()} == {
-        "w0": "lost",
-        "w1": "busy",
-        "w2": "idle",
-    }
-    assert (workers["w1"].models, workers["w1"].num_rows_in_flight) == ((NULL, OTHER), 300)
-    assert (workers["w1"].owner, workers["w1"].version) == (ELSEWHERE, "1.2")
-    store.workers.stop("w1", "the canary died")
+def test_the_models_known_are_those_of_workers_that_live(store: Store, clock: Clock) -> None:
+    for name, owner, offered in (("gone", OTHER_PLACE, OTHER), ("dead", dead_owner(), OTHER)):
+        store.workers.register(name, owner, [offered], "1")
     clock.now += 61
-    store.workers.register("w3", OTHER_PLACE, [NULL], "1.2")
-    states = {worker.worker_id: (worker.state, worker.message) for worker in store.workers.load_all()}
-    assert (states["w1"], states["w2"]) == (("stopped", "the canary died"), ("lost", None))
+    store.workers.register("stopped", OTHER_PLACE, [OTHER], "1")
+    store.workers.stop("stopped")
+    store.workers.register("alive", OTHER_PLACE, [NULL], "1")
+    states = {worker.worker_id: worker.state for worker in store.workers.load_all()}
+    assert states == {"gone": "lost", "dead": "lost", "stopped": "stopped", "alive": "idle"}
     assert store.workers.known_models() == {"null": {"f" * 32}}
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import insert, text, update
+from sqlalchemy import text, update
 
 from examples.cluster.servers import PostgresServer
 from gristmill.jobs.owner import Owner
-from gristmill.jobs.records import JobRecord
+from gristmill.jobs.records import JobRecord, WorkerModel
 from gristmill.jobs.stats import JobStats
 from gristmill.jobs.storage.folder import Storage
-from gristmill.jobs.store.models import PERCENTILE_COLUMNS, jobs, shards, workers
+from gristmill.jobs.store.models import PERCENTILE_COLUMNS, shards
 from gristmill.jobs.store.store import Store, open_store
 from tests.jobs.cases import (
     ELSEWHERE,
@@ -27,6 +27,7 @@ from tests.jobs.cases import (
     commit_rows,
     create_job,
     run_all,
+    submit_job,
 )
 
 SAME_NAMES = (
@@ -104,23 +105,8 @@ def test_a_job_of_a_process_that_works_now_counts_the_time_since_its_last_word(
         assert store.jobs.status(job.job_id).elapsed_s == 70
 
 
-def test_a_job_that_has_no_shards_yet_has_no_numbers(store: Store) -> None:
-    values = dict.fromkeys(("identity", "fingerprint", "model", "output"), "") | {"part_schema": b""}
-    with store.database.write() as (connection, now):
-        connection.execute(
-            insert(jobs).values(
-                id="job_new",
-                state="validating",
-                runner="workers",
-                spec={},
-                sources=[],
-                num_rows=0,
-                num_shards=0,
-                created_at=now,
-                idempotency_key="key-1",
-                **values,
-            )
-        )
+def test_a_job_that_has_no_shards_yet_has_no_numbers(store: Store, out: Path) -> None:
+    submit_job(store, out, key="key-1")
     (line,) = read_view(store, "job_progress", "WHERE idempotency_key = 'key-1'")
     assert (line["rows"], line["rows_done"], line["not_run"], line["shards_queued"]) == (0, 0, 0, 0)
     assert (line["eta_s"], line["cached_share"], line["elapsed_s"], line["inputs"]) == (None, None, 0, 0)
@@ -155,6 +141,8 @@ def test_attempts_name_the_worker_and_how_they_ended(
 
 
 def test_error_rows_are_counted_by_code_over_all_shards(store: Store, storage: Storage, out: Path) -> None:
+    run_all(store, storage, create_job(store, out, 5))
+    assert read_view(store, "row_errors_by_code") == [], "a job without errors has no line"
     job = create_job(store, out, 30, 30, 5)
     run_all(store, storage, job)
     with store.database.write() as (connection, _):
@@ -167,42 +155,27 @@ def test_error_rows_are_counted_by_code_over_all_shards(store: Store, storage: S
     ]
 
 
-def test_a_job_without_errors_has_no_line_of_errors(store: Store, storage: Storage, out: Path) -> None:
-    run_all(store, storage, create_job(store, out, 5))
-    assert read_view(store, "row_errors_by_code") == []
-
-
-def test_workers_are_busy_idle_stopped_or_lost(store: Store) -> None:
-    now = time.time()
-    models = [
-        {"name": name, "fingerprint": "f", "dtype": "float32", "is_loaded": True} for name in ("a", "b")
-    ]
-    row: dict[str, Any] = {
-        "owner": IN_CONTAINER.to_text(),
-        "host": IN_CONTAINER.host,
-        "pid": 7,
-        "version": "1",
-        "models": models,
-        "started_at": now - 1000,
-        "seen_at": now - 10,
-        "num_shards": 0,
-        "num_rows_in_flight": 0,
-        "stopped_at": None,
-        "message": None,
-    }
-    rows = [
-        {"id": "w1", **row, "num_shards": 2, "num_rows_in_flight": 40},
-        {"id": "w2", **row, "models": []},
-        {"id": "w3", **row, "stopped_at": now - 5, "message": "the canary died"},
-        {"id": "w4", **row, "seen_at": now - 90, "num_shards": 1},
-    ]
-    with store.database.write() as (connection, _):
-        connection.execute(insert(workers), rows)
+def test_workers_are_busy_idle_stopped_or_lost(store: Store, clock: Clock) -> None:
+    clock.now = time.time() - 90  # the view's time is the database's own
+    loaded, other = WorkerModel("a", "f", "float32", True), WorkerModel("b", "e", "float32", False)
+    for number in range(4):
+        store.workers.register(f"w{number}", IN_CONTAINER, [loaded, other] if number else [], "1.2")
+    clock.now += 80
+    assert store.workers.beat("w1", [loaded, other], 2, 40)
+    assert store.workers.beat("w0", [], 0, 0)
+    assert not store.workers.beat("w9", [], 0, 0)
+    store.workers.stop("w2", "the canary died")
+    clock.now += 10
     lines = read_view(store, "worker_status", "ORDER BY worker_id")
-    assert [line["state"] for line in lines] == ["busy", "idle", "stopped", "lost"]
-    assert (lines[0]["host"], lines[0]["pid"], lines[0]["models"]) == ("mill-7", 7, "a, b")
-    assert (lines[0]["shards"], lines[0]["rows_in_flight"]) == (2, 40)
-    assert (lines[1]["models"], lines[2]["message"]) == (None, "the canary died")
+    records = sorted(store.workers.load_all(), key=lambda worker: worker.worker_id)
+    assert [line["state"] for line in lines] == ["idle", "busy", "stopped", "lost"]
+    assert [worker.state for worker in records] == ["idle", "busy", "stopped", "lost"]
+    assert [line["message"] for line in lines] == [worker.message for worker in records]
+    assert (lines[0]["models"], lines[1]["models"], records[1].models) == (None, "a, b", (loaded, other))
+    assert (lines[1]["host"], lines[1]["pid"], records[1].owner) == ("mill-7", 7, IN_CONTAINER)
+    assert (lines[1]["shards"], lines[1]["rows_in_flight"]) == (2, 40)
+    assert (records[1].num_shards, records[1].num_rows_in_flight, records[1].version) == (2, 40, "1.2")
+    assert (lines[2]["message"], lines[3]["message"]) == ("the canary died", None)
 
 
 def test_a_role_that_may_read_the_views_needs_no_other_right(

@@ -13,23 +13,18 @@ import pytest
 
 from gristmill.jobs.broker import CONTROL_QUEUE, PLAN_PIECE
 from gristmill.jobs.errors import OutputUnavailable, StoreUnavailable
-from gristmill.jobs.output.parts import write_attempt
-from gristmill.jobs.output.publishing import publish_part
-from gristmill.jobs.output.schema import build_part_schema
 from gristmill.jobs.owner import current_owner
 from gristmill.jobs.plan.planner import plan_submitted_job
-from gristmill.jobs.records import ModelOffer, ShardClaim, WorkerModel
+from gristmill.jobs.records import ShardClaim, WorkerModel
 from gristmill.jobs.spec import parse_spec
 from gristmill.jobs.states import JobState
 from gristmill.jobs.storage.folder import open_storage
-from gristmill.jobs.store.notices import CALLBACK_QUEUE
 from gristmill.jobs.store.pieces import PIECES_AGAIN_S
 from gristmill.jobs.store.store import Store, open_store
 from gristmill.worker.serve.reconciler import PLAN_PATIENCE_S, Reconciler, WorkerFigures, WorkerIdentity
-from tests.jobs.cases import ELSEWHERE, Clock, build_results, count_results
+from tests.jobs.cases import ELSEWHERE, Clock, claim_next, commit_rows
 
-OFFER = ModelOffer("tiny", ("auto", "float32"), "f" * 32)
-MODELS = (WorkerModel("tiny", "f" * 32, "float32", True),)
+MODELS = (WorkerModel("null", "f" * 32, "float32", True),)
 
 
 class Shop:
@@ -74,7 +69,7 @@ class Shop:
         order = {
             "input": [str(source)],
             "output": str(self.folder / f"{name}-out"),
-            "model": "tiny",
+            "model": "null",
             "prompt": "{{ text }}",
             **fields,
         }
@@ -90,26 +85,23 @@ class Shop:
     def state(self, job_id: str) -> JobState:
         return self.store.jobs.load(job_id).state
 
-    def claim(self) -> ShardClaim:
-        claim = self.store.claims.next(OFFER, ELSEWHERE)
-        assert claim is not None
+    def commit(self, *rows: int, publish: bool = True) -> ShardClaim:
+        """Claims the next shard and commits these of its rows."""
+        claim = claim_next(self.store)
+        storage = open_storage(self.store.jobs.load(claim.job_id).output)
+        assert commit_rows(self.store, storage, claim, *rows, publish=publish, complete=True)
         return claim
 
-    def commit(self, claim: ShardClaim, *rows: int, publish: bool = True, complete: bool = True) -> None:
-        job = self.store.jobs.load(claim.job_id)
-        storage = open_storage(job.output)
-        schema = build_part_schema([], {}, are_typed=False)
-        results = build_results(*rows)
-        part = write_attempt(storage, claim, results, schema, job.sources, "parquet")
-        assert self.store.shards.commit(claim, part, *count_results(results), complete=complete)
-        if publish:
-            publish_part(storage, self.store.shards, claim.shard_id, part)
+    def submit_stopped(self) -> str:
+        """A job of two shards that is asked to stop when one of them is committed and not published."""
+        job_id = self.submit_planned(4, shard_rows=2)
+        self.commit(0, 1, publish=False)
+        self.store.ends.request_cancel(job_id)
+        return job_id
 
     def run_all(self, job_id: str) -> None:
         """Runs the only shard of a job that is planned."""
-        claim = self.claim()
-        assert claim.job_id == job_id
-        self.commit(claim, *range(claim.range.num_rows))
+        assert self.commit(*range(self.store.jobs.load(job_id).num_rows)).job_id == job_id
 
 
 @pytest.fixture
@@ -219,8 +211,8 @@ def test_a_place_that_does_not_answer_holds_up_its_own_job_only_and_not_for_a_le
 
     monkeypatch.setattr("gristmill.worker.serve.reconciler.finalize_job", finalize)
     first, second = shop.submit_planned(name="a"), shop.submit_planned(name="b")
-    shop.commit(shop.claim(), 0, 1, 2)
-    shop.commit(shop.claim(), 0, 1, 2)
+    shop.commit(0, 1, 2)
+    shop.commit(0, 1, 2)
     for _ in range(5):
         shop.turn()
     assert (shop.state(first), shop.state(second)) == (JobState.FINALIZING, JobState.COMPLETED)
@@ -232,7 +224,7 @@ def test_a_place_that_does_not_answer_holds_up_its_own_job_only_and_not_for_a_le
 
 def test_a_job_past_its_deadline_expires_and_keeps_what_is_done(shop: Shop) -> None:
     job_id = shop.submit_planned(4, shard_rows=2, deadline="10m")
-    shop.commit(shop.claim(), 0, 1)
+    shop.commit(0, 1)
     shop.turn(500)
     assert shop.state(job_id) is JobState.IN_PROGRESS
     shop.turn(100)
@@ -241,20 +233,8 @@ def test_a_job_past_its_deadline_expires_and_keeps_what_is_done(shop: Shop) -> N
     assert (status.completed, status.not_run) == (2, 2)
 
 
-def test_a_stopped_job_ends_when_its_last_shard_is_handed_back_or_lost(shop: Shop) -> None:
-    job_id = shop.submit_planned(4, shard_rows=2)
-    shop.claim()
-    shop.store.ends.request_cancel(job_id)
-    shop.turn()
-    assert shop.state(job_id) is JobState.CANCELLING
-    shop.turn(61)  # the worker is gone: its lease is over
-    assert shop.state(job_id) is JobState.CANCELLED
-
-
 def test_a_part_of_a_stopped_job_that_was_committed_gets_its_name(shop: Shop) -> None:
-    job_id = shop.submit_planned(4, shard_rows=2)
-    shop.commit(shop.claim(), 0, 1, publish=False)
-    shop.store.ends.request_cancel(job_id)
+    job_id = shop.submit_stopped()
     shop.turn()
     assert shop.state(job_id) is JobState.CANCELLED
     assert (shop.folder / "a-out" / "part-00000.parquet").exists()
@@ -262,9 +242,7 @@ def test_a_part_of_a_stopped_job_that_was_committed_gets_its_name(shop: Shop) ->
 
 
 def test_a_part_of_a_stopped_job_whose_folder_is_a_newer_jobs_stays_away(shop: Shop) -> None:
-    job_id = shop.submit_planned(4, shard_rows=2)
-    shop.commit(shop.claim(), 0, 1, publish=False)
-    shop.store.ends.request_cancel(job_id)
+    job_id = shop.submit_stopped()
     shop.clock.now += 1
     newer = shop.submit(4, prompt="other {{ text }}")
     shop.turn()
@@ -279,9 +257,7 @@ def test_a_part_that_cannot_be_published_is_tried_until_its_place_answers(
     def fail(*args: Any) -> None:
         raise OutputUnavailable("no answer")
 
-    job_id = shop.submit_planned(4, shard_rows=2)
-    shop.commit(shop.claim(), 0, 1, publish=False)
-    shop.store.ends.request_cancel(job_id)
+    job_id = shop.submit_stopped()
     with monkeypatch.context() as patch:
         patch.setattr("gristmill.worker.serve.reconciler.publish_part", fail)
         shop.turn()
@@ -292,7 +268,7 @@ def test_a_part_that_cannot_be_published_is_tried_until_its_place_answers(
 
 
 def test_the_end_of_a_job_is_told_until_it_is_acknowledged(shop: Shop) -> None:
-    job_id = shop.submit_planned(on_complete="mine.done")
+    job_id = shop.submit_planned(on_complete="mine.done@reports")
     shop.run_all(job_id)
     shop.has_broker = False
     shop.turn()
@@ -302,7 +278,7 @@ def test_the_end_of_a_job_is_told_until_it_is_acknowledged(shop: Shop) -> None:
     shop.has_broker = True
     shop.turn(2)
     ((task, (payload,), queue),) = shop.notified
-    assert (task, queue) == ("mine.done", CALLBACK_QUEUE)
+    assert (task, queue) == ("mine.done", "reports")
     assert (payload["job_id"], payload["state"], payload["completed"]) == (job_id, "completed", 3)
     json.dumps(payload)
     shop.turn(10)
@@ -312,14 +288,6 @@ def test_the_end_of_a_job_is_told_until_it_is_acknowledged(shop: Shop) -> None:
     shop.store.notices.acknowledge(job_id)
     shop.turn(1000)
     assert len(shop.notified) == 2
-
-
-def test_a_task_with_a_queue_of_its_own_is_sent_there(shop: Shop) -> None:
-    job_id = shop.submit_planned(on_complete="mine.done@reports")
-    shop.run_all(job_id)
-    shop.turn()
-    shop.turn(2)
-    assert [(task, queue) for task, _, queue in shop.notified] == [("mine.done", "reports")]
 
 
 def test_the_row_of_the_worker_is_refreshed(shop: Shop) -> None:
