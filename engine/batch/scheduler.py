@@ -73,7 +73,7 @@ class Scheduler:
         num_preempted = self._take_decodes(num_new)
         num_preempted += self._take_started(num_new)
         copies: list[tuple[int, int]] = []
-        if not num_preempted:
+        if not (num_preempted and self.slots.num_running):  # a step that only preempts would compute nothing
             self._admit_waiting(num_new, copies)
         running = self.slots.running()
         chosen = running[num_new[running] > 0]
