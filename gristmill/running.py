@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Unpack
 
@@ -20,5 +21,5 @@ def run(
     Prints nothing, but its progress to stderr if asked. Raises RefusedError before anything is written,
     KeyboardInterrupt when it was stopped: finished rows are committed, the same call goes on.
     """
-    display = build_display(sys.stderr) if show_progress else LogDisplay()
+    display = build_display(sys.stderr) if show_progress else LogDisplay(logging.INFO)
     return run_job(parse_spec(fields), database_url, display)

@@ -99,7 +99,9 @@ prompts = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@example([(0, 0, 18, 1), (0, 1, 1, 1), (0, 4, 22, 30), (0, 5, 12, 30)], 7, 1, 8, True, 0)  # preempts its only row
+@example(
+    [(0, 0, 18, 1), (0, 1, 1, 1), (0, 4, 22, 30), (0, 5, 12, 30)], 7, 1, 8, True, 0
+)  # preempts its only row
 @given(prompts, st.integers(7, 24), st.integers(1, 8), st.integers(8, 64), st.booleans(), st.integers(0, 24))
 def test_every_row_finishes_and_no_block_leaks(rows, num_blocks, max_num_seqs, budget, cache, late):
     """Rows share three levels, parting within blocks too; some arrive while others run; lengths are misjudged."""

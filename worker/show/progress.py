@@ -269,6 +269,9 @@ class LiveDisplay:
 class LogDisplay:
     """A display for a process that nobody watches: notes go to the log, progress to the database."""
 
+    def __init__(self, level: int = logging.WARNING) -> None:
+        self._level = level
+
     def start(self, total_rows: int, done_rows: int, job_id: str = "") -> None:
         """Nothing."""
 
@@ -276,7 +279,7 @@ class LogDisplay:
         """Nothing."""
 
     def note(self, text: str) -> None:
-        logger.warning("%s", text)
+        logger.log(self._level, "%s", text)
 
     def stop(self) -> None:
         """Nothing."""
