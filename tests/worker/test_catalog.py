@@ -17,6 +17,7 @@ from gristmill.engine.checkpoint.opening import load_checkpoint, resolve_dtype
 from gristmill.engine.config import EngineOptions
 from gristmill.engine.errors import ModelRefused
 from gristmill.jobs.errors import RefusedError, SourceUnavailable
+from gristmill.jobs.records import ModelOffer
 from gristmill.jobs.storage.s3.client import s3_client
 from gristmill.jobs.storage.s3.reader import copy_object
 from gristmill.worker.serve.catalog import Catalog, CatalogEntry, load_catalog
@@ -45,7 +46,7 @@ def test_a_null_model_has_one_entry_for_every_dtype() -> None:
     expected = fingerprint("null:?delay_ms=2", "float32")
     assert entry == CatalogEntry("slow", "float32", ("auto", "float32", "bfloat16"), expected)
     assert (catalog.names, catalog.path("slow")) == (("slow",), "null:?delay_ms=2")
-    assert catalog.offer(entry) == ("slow", entry.accepts, entry.fingerprint)  # type: ignore[comparison-overlap]
+    assert catalog.offer(entry) == ModelOffer("slow", entry.accepts, entry.fingerprint)
 
 
 def test_a_model_has_an_entry_for_auto_and_one_for_the_other_dtype(tiny: Path) -> None:
