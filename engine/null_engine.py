@@ -28,6 +28,7 @@ _KEYS = ("delay_ms", "failure_rate", "crash_on", "hang_on", "load_ms")
 _CONTEXT_SIZE = 1 << 20
 _MAX_NUM_SEQS = 256
 _MAX_STEP_S = 0.05  # delays: a step takes no more rows than fit, so that cancels and progress stay prompt
+_ROWS_PER_S = 10_000.0
 _FATAL_STEP_S = 0.1  # into a step: what the one before it finished is sent by then
 _MIN_TEXT_TOKENS, _MAX_TEXT_TOKENS = 8, 32
 _WORDS = (
@@ -48,6 +49,11 @@ class NullSettings:
     crash_on: bytes = b""
     hang_on: bytes = b""
     load_s: float = 0.0
+
+    @property
+    def rows_per_s(self) -> float:
+        """The rate to plan with: there is nothing to learn."""
+        return min(_ROWS_PER_S, 1.0 / self.delay_s) if self.delay_s else _ROWS_PER_S
 
 
 def is_null_url(model: str) -> bool:

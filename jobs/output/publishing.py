@@ -46,7 +46,7 @@ def redo_publications(storage: Storage, shards: Shards, job_id: str) -> int:
 def remove_strays(
     storage: Storage, shards: Shards, job_id: str, is_ours: Callable[[], bool] = lambda: True
 ) -> None:
-    """Removes parts of an earlier job, left by a crash after create_job and before clear_output.
+    """Removes parts of an earlier job, left by a crash before clear_output.
 
     `is_ours` is asked after the listing: what a later owner of the folder puts there is not in it.
     """

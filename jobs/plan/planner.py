@@ -6,28 +6,21 @@ be tried again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 
 from gristmill.jobs.errors import JobIsLive, OutputError, RefusedError, SourceError, Unavailable
-from gristmill.jobs.identity import job_identity
-from gristmill.jobs.input.reading import is_typed, load_columns
-from gristmill.jobs.input.sources import load_sources
 from gristmill.jobs.output.publishing import check_output, clear_output
-from gristmill.jobs.output.schema import build_part_schema
 from gristmill.jobs.owner import Owner, current_owner
 from gristmill.jobs.plan.cutting import (
     MAX_KEPT_BYTES,
     MAX_UNLEARNED_SHARD_ROWS,
-    MIN_SHARD_ROWS,
     learned_shard_rows,
     load_row_bytes,
-    plan_job_shards,
     smaller_shard_rows,
 )
+from gristmill.jobs.plan.order import Order, check_order, plan_order
 from gristmill.jobs.plan.pieces import (
     cut_pieces,
     is_large,
@@ -36,31 +29,15 @@ from gristmill.jobs.plan.pieces import (
     ranges_from_json,
     ranges_to_json,
 )
-from gristmill.jobs.plan.starting import StartOrder, start_planned
-from gristmill.jobs.prompt.source import PromptSource
+from gristmill.jobs.plan.starting import PlannedJob, start_planned
 from gristmill.jobs.records import JobRecord
-from gristmill.jobs.source import Plan, PlanPiece, ShardRange, Source
+from gristmill.jobs.source import PlanPiece, ShardRange, Source
 from gristmill.jobs.spec import JobSpec, parse_spec
 from gristmill.jobs.states import RESUMABLE_JOB_STATES, TERMINAL_JOB_STATES, JobState
-from gristmill.jobs.storage.allowed import check_allowed
-from gristmill.jobs.storage.folder import S3_SCHEME, open_storage
+from gristmill.jobs.storage.folder import open_storage
 from gristmill.jobs.store.store import Store
 
 MIN_JOB_SHARDS = 16  # where there is work enough: so that several workers take part
-MIN_SHARD_S = 1.0
-_MIN_PREFIX_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckedOrder:
-    """A submitted job whose order can be carried out, and what was found out about it."""
-
-    spec: JobSpec
-    sources: list[Source]
-    columns: list[str]
-    part_schema: bytes
-    identity: str
-    replaces: bool  # the output holds an earlier job's files, which are to go
 
 
 def plan_submitted_job(
@@ -80,27 +57,20 @@ def plan_submitted_job(
         return []
     num_pieces = 0
     with _refusing(store, job_id, owner):
-        order = _check_order(store, job, allow)
-        if is_large(order.sources, order.spec.limit):
+        spec = _parse_spec(job)
+        order = check_order(spec, allow=allow)
+        replaces = _check_folder(store, job, order)
+        free = partial(_free_output, store, job, owner, replaces)
+        if is_large(order.sources, spec.limit):
             pieces = cut_pieces(order.sources)
-            if _free_output(store, job, owner, order, None):
-                if store.pieces.save_all(
-                    job_id, order.sources, order.columns, order.part_schema, order.identity, pieces
-                ):
-                    num_pieces = len(pieces)
+            if free(None) and store.pieces.save_all(
+                job_id, order.sources, order.columns, order.part_schema, order.identity, pieces
+            ):
+                num_pieces = len(pieces)
         else:
-            start = StartOrder(
-                job_id=job_id,
-                spec=order.spec,
-                sources=order.sources,
-                columns=order.columns,
-                plan=_plan_at_once(store, order),
-                part_schema=order.part_schema,
-                identity=order.identity,
-                prefix_key=build_prefix_key(order.spec),
-            )
-            free = partial(_free_output, store, job, owner, order)
-            start_planned(store, open_storage(job.output), owner, start, is_stopping, free)
+            plan = plan_order(order, _load_rows_per_s(store, spec), MIN_JOB_SHARDS)
+            planned = PlannedJob(job_id, order, plan)
+            start_planned(store, open_storage(job.output), owner, planned, is_stopping, free)
     return list(range(num_pieces))
 
 
@@ -126,15 +96,6 @@ def plan_one_piece(
     return False
 
 
-def build_prefix_key(spec: JobSpec) -> str | None:
-    """Equal for jobs whose prompts begin with the same text, as far as the templates tell; None: they don't."""
-    system, is_whole = _fixed_head(spec.system or "")
-    head = system + "\0" + _fixed_head(spec.prompt or "")[0] if is_whole else system
-    if len(head) < _MIN_PREFIX_SIZE:
-        return None
-    return hashlib.sha256(f"{spec.model}\0{head}".encode()).hexdigest()[:32]
-
-
 @contextmanager
 def _refusing(store: Store, job_id: str, owner: Owner | None = None) -> Iterator[None]:
     """Fails the job for what is wrong with it; gives its plan back when a service does not answer."""
@@ -149,31 +110,7 @@ def _refusing(store: Store, job_id: str, owner: Owner | None = None) -> Iterator
         store.plans.refuse(job_id, str(error))
 
 
-def _check_order(store: Store, job: JobRecord, allow: Sequence[str]) -> _CheckedOrder:
-    """Reads heads of inputs and looks at the output; changes nothing. Raises RefusedError."""
-    spec = _parse_spec(job)
-    check_allowed([*spec.input, spec.output], allow)
-    if "://" in job.output and not job.output.startswith(S3_SCHEME):
-        raise RefusedError(f"output {job.output!r}: write a path, or s3://BUCKET/FOLDER")
-    sources = load_sources(spec.input, spec.input_format, job.output)
-    check_allowed([source.uri for source in sources], allow)
-    columns = load_columns(sources)
-    PromptSource(spec, columns)
-    schema = build_part_schema(spec.keep, columns, is_typed(sources))
-    identity = job_identity(sources, spec, f"{spec.model}:{spec.dtype}")  # workers map the name to weights
-    return _CheckedOrder(
-        spec=spec,
-        sources=sources,
-        columns=list(columns),
-        part_schema=schema.serialize().to_pybytes(),
-        identity=identity,
-        replaces=_check_folder(store, job, spec, identity, sources),
-    )
-
-
-def _check_folder(
-    store: Store, job: JobRecord, spec: JobSpec, identity: str, sources: Sequence[Source]
-) -> bool:
+def _check_folder(store: Store, job: JobRecord, order: Order) -> bool:
     """Whether the output folder's files, and its unfinished jobs, have to make room for the job.
 
     Raises RefusedError for a folder that is another's.
@@ -186,9 +123,10 @@ def _check_folder(
         and (other.state is not JobState.VALIDATING or _age(other) < _age(job))
     ]
     latest = next((other for other in others if other.num_shards), None)  # others never began
-    uris = [source.uri for source in sources]
-    found = check_output(open_storage(job.output), latest, identity, spec.if_exists, uris)
-    if spec.if_exists == "overwrite":
+    if_exists = order.spec.if_exists
+    uris = [source.uri for source in order.sources]
+    found = check_output(open_storage(job.output), latest, order.identity, if_exists, uris)
+    if if_exists == "overwrite":
         return True
     if pending:
         raise RefusedError(
@@ -210,30 +148,15 @@ def _age(job: JobRecord) -> tuple[float, str]:
     return job.created_at, job.job_id
 
 
-def _free_output(
-    store: Store, job: JobRecord, owner: Owner, order: _CheckedOrder, spare_spool: int | None
-) -> bool:
+def _free_output(store: Store, job: JobRecord, owner: Owner, replaces: bool, spare_spool: int | None) -> bool:
     """Makes room in the output folder where that was asked for; False when the plan is another's by now."""
-    if order.replaces:
+    if replaces:
         store.plans.take_over_output(job.job_id)
     if not store.plans.renew(job.job_id, owner):
         return False
-    if order.replaces:
+    if replaces:
         clear_output(open_storage(job.output), spare_spool)
     return True
-
-
-def _plan_at_once(store: Store, order: _CheckedOrder) -> Plan:
-    spec = order.spec
-    rows_per_s = _load_rows_per_s(store, spec)
-    keeps = bool(spec.keep)
-    plan = plan_job_shards(order.sources, spec.shard_rows, rows_per_s, spec.limit, keeps_columns=keeps)
-    fewer = max(MIN_SHARD_ROWS, plan.num_rows // MIN_JOB_SHARDS, int(MIN_SHARD_S * (rows_per_s or 0.0)))
-    if spec.shard_rows is not None or len(plan.shards) >= MIN_JOB_SHARDS:
-        return plan
-    if max(shard.num_rows for shard in plan.shards) <= fewer:
-        return plan
-    return plan_job_shards(order.sources, fewer, None, spec.limit, keeps_columns=keeps)
 
 
 def _plan_piece(store: Store, spec: JobSpec, source: Source, piece: PlanPiece) -> list[ShardRange]:
@@ -259,17 +182,9 @@ def _start_from_pieces(store: Store, job_id: str, is_stopping: Callable[[], bool
     if not store.plans.claim_start(job_id, owner):
         return False
     spec = _parse_spec(job)
-    start = StartOrder(
-        job_id=job_id,
-        spec=spec,
-        sources=job.sources,
-        columns=job.columns,
-        plan=join_pieces(pieces, [ranges_from_json(text) for text in texts]),
-        part_schema=job.part_schema,
-        identity=job.identity,
-        prefix_key=build_prefix_key(spec),
-    )
-    return start_planned(store, open_storage(job.output), owner, start, is_stopping)
+    order = Order(spec, job.sources, job.columns, job.part_schema, "", job.identity)
+    planned = PlannedJob(job_id, order, join_pieces(pieces, [ranges_from_json(text) for text in texts]))
+    return start_planned(store, open_storage(job.output), owner, planned, is_stopping)
 
 
 def _load_rows_per_s(store: Store, spec: JobSpec) -> float | None:
@@ -281,9 +196,3 @@ def _load_rows_per_s(store: Store, spec: JobSpec) -> float | None:
 
 def _parse_spec(job: JobRecord) -> JobSpec:
     return parse_spec({name: value for name, value in job.spec.items() if value is not None})
-
-
-def _fixed_head(template: str) -> tuple[str, bool]:
-    """A template up to its first tag, and whether that is all of it."""
-    tags = [index for tag in ("{{", "{%", "{#") if (index := template.find(tag)) >= 0]
-    return (template[: min(tags)], False) if tags else (template, True)

@@ -14,9 +14,9 @@ from sqlalchemy import ColumnElement, Connection, Row, func, insert, or_, select
 
 from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import ModelOffer, ShardClaim
-from gristmill.jobs.states import AttemptOutcome, JobState, Runner, ShardState
+from gristmill.jobs.states import AttemptOutcome, JobState, ShardState
 from gristmill.jobs.store.database import Database
-from gristmill.jobs.store.job_rows import change_job
+from gristmill.jobs.store.job_rows import belongs_to, change_job
 from gristmill.jobs.store.models import attempts, jobs, shards
 from gristmill.jobs.store.shard_rows import (
     build_part,
@@ -66,7 +66,7 @@ class Claims:
         return None
 
     def has_work(self, offer: ModelOffer) -> bool:
-        """Whether claim_next has something to give: a look that holds up nobody."""
+        """Whether `next` has something to give: a look that holds up nobody."""
         with self._database.read() as (connection, now):
             return bool(_find_open_jobs(connection, _is_runnable(offer, now), now))
 
@@ -160,7 +160,7 @@ def _is_open(now: float, job_id: str | None = None) -> list[ColumnElement[bool]]
     """The conditions for a job whose shards may be claimed: a run's own, or any of the queue."""
     return [
         jobs.c.state == JobState.IN_PROGRESS,
-        jobs.c.runner == Runner.WORKERS if job_id is None else jobs.c.id == job_id,
+        belongs_to(None) if job_id is None else jobs.c.id == job_id,
         or_(jobs.c.not_before.is_(None), jobs.c.not_before <= now),
         or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > now),
     ]

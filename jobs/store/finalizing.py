@@ -6,9 +6,17 @@ from sqlalchemy import exists, select
 
 from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import FinalizeClaim
-from gristmill.jobs.states import TERMINAL_SHARD_STATES, JobState, Runner, ShardState
+from gristmill.jobs.states import TERMINAL_SHARD_STATES, JobState, ShardState
 from gristmill.jobs.store.database import Database
-from gristmill.jobs.store.job_rows import change_job, credit_time, end_job, enter_state, is_held, lock_job
+from gristmill.jobs.store.job_rows import (
+    belongs_to,
+    change_job,
+    credit_time,
+    end_job,
+    enter_state,
+    is_held,
+    lock_job,
+)
 from gristmill.jobs.store.models import jobs, shards
 from gristmill.jobs.store.shard_rows import has_shards
 
@@ -65,7 +73,7 @@ class Finalizing:
         """Jobs of the queue whose shards are all at an end, and those whose finalizer died; oldest first."""
         left = exists().where(shards.c.job_id == jobs.c.id, shards.c.state.in_(OPEN_SHARD_STATES))
         columns = jobs.c.id, jobs.c.created_at, jobs.c.finalize_owner, jobs.c.finalize_lease_until
-        query = select(*columns).where(jobs.c.runner == Runner.WORKERS)
+        query = select(*columns).where(belongs_to(None))
         with self._database.read() as (connection, now):
             ready = connection.execute(query.where(jobs.c.state == JobState.IN_PROGRESS, ~left)).all()
             ending = connection.execute(query.where(jobs.c.state == JobState.FINALIZING)).all()

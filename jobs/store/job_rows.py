@@ -94,6 +94,11 @@ def change_job(
     return connection.execute(change).rowcount == 1
 
 
+def belongs_to(owner: Owner | None) -> ColumnElement[bool]:
+    """The condition for a job of the process `owner` alone (a `gristmill run`); None: of the queue's workers."""
+    return jobs.c.runner == Runner.WORKERS if owner is None else jobs.c.owner == owner.to_text()
+
+
 def change_jobs(
     database: Database,
     where: Callable[[float], Sequence[ColumnElement[bool]]],
@@ -101,7 +106,7 @@ def change_jobs(
 ) -> list[str]:
     """The ids of the queue's jobs that `where` finds now and `change` changed, in a transaction each."""
     with database.read() as (connection, now):
-        found = select(jobs.c.id).where(jobs.c.runner == Runner.WORKERS, *where(now))
+        found = select(jobs.c.id).where(belongs_to(None), *where(now))
         job_ids = connection.scalars(found.order_by(jobs.c.id)).all()
     changed = []
     for job_id in job_ids:
@@ -252,7 +257,7 @@ def credit_time(connection: Connection, job_id: str, owner: Owner, now: float, l
     is_working = jobs.c.state.in_((JobState.IN_PROGRESS, JobState.CANCELLING))
     passed = now - func.coalesce(jobs.c.owner_seen_at, now)
     credit = case((or_(~is_working, passed < 0), 0.0), (passed > lease_s, lease_s), else_=passed)
-    works = or_(jobs.c.owner == owner.to_text(), and_(jobs.c.runner == Runner.WORKERS, is_working))
+    works = or_(belongs_to(owner), and_(belongs_to(None), is_working))
     seen_at = case((jobs.c.owner_seen_at > now, jobs.c.owner_seen_at), else_=now)
     values = {"active_s": jobs.c.active_s + credit, "owner_seen_at": seen_at, "lease_s": lease_s}
     change_job(connection, job_id, values, works)

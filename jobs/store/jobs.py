@@ -1,31 +1,25 @@
-"""Jobs as such: found and read, written down with their shards by a local run, held by it, and its history."""
+"""Jobs as such: found and read, held by the run they belong to, and their history."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Select, and_, case, insert, update
+from sqlalchemy import Select, and_, case, update
 
 from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import JobRecord, JobStatus, Signal
-from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.states import JobState, Runner
 from gristmill.jobs.store.database import Database
-from gristmill.jobs.store.folder_rows import check_holder, replace_jobs
+from gristmill.jobs.store.folder_rows import check_holder
 from gristmill.jobs.store.job_rows import (
     add_event,
     build_job,
-    build_job_id,
     credit_time,
-    insert_shards,
     load_job,
     lock_job,
-    lock_output,
     normal_output,
-    plan_figures,
-    plan_values,
     select_jobs,
     touch_job,
 )
@@ -33,61 +27,14 @@ from gristmill.jobs.store.models import jobs
 from gristmill.jobs.store.status import load_learned_rows_per_s, load_status
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from gristmill.jobs.spec import JobSpec
+    pass
 
 
 class Jobs:
-    """Jobs as such: found, read, written down, held by a local run."""
+    """Jobs as such: found, read, held by the run they belong to."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-
-    def create(  # noqa: PLR0913
-        self,
-        spec: JobSpec,
-        sources: Sequence[Source],
-        plan: Plan,
-        fingerprint: str,
-        identity: str,
-        part_schema: pa.Schema,
-        owner: Owner | None = None,
-        regrouped: Mapping[str, Any] | None = None,
-    ) -> JobRecord:
-        """A job in progress with all its shards queued, held by `owner` from the start.
-
-        It takes its output folder over: an unfinished earlier job of it is cancelled. Raises JobIsLive
-        when a live process holds that job.
-        """
-        output = normal_output(spec.output)
-        with self._database.write() as (connection, now):
-            lock_output(connection, output)
-            job_id = build_job_id(now)
-            replace_jobs(connection, output, job_id, owner, now, self._database.lease_s)
-            connection.execute(
-                insert(jobs).values(
-                    id=job_id,
-                    state=JobState.IN_PROGRESS,
-                    runner=Runner.LOCAL,
-                    fingerprint=fingerprint,
-                    model=spec.model,
-                    output=output,
-                    spec=spec.model_dump(mode="json"),
-                    max_tokens=spec.max_tokens,
-                    dtype=spec.dtype,
-                    num_rows=plan.num_rows,
-                    num_shards=len(plan.shards),
-                    created_at=now,
-                    owner=owner.to_text() if owner else None,
-                    owner_seen_at=now if owner else None,
-                    lease_s=self._database.lease_s,
-                    **plan_values(sources, [], part_schema.serialize().to_pybytes(), identity),
-                )
-            )
-            insert_shards(connection, job_id, plan.shards)
-            add_event(connection, job_id, now, "created", plan_figures(plan, regrouped))
-            return load_job(connection, job_id)
 
     def find(self, ref: str) -> JobRecord | None:
         """The job that `ref` names: an id, an output folder, or the beginning of an id.

@@ -13,9 +13,9 @@ from sqlalchemy import Connection, Row, exists, insert, select, update
 
 from gristmill.jobs.records import LoadedPiece, PieceRecord
 from gristmill.jobs.source import PlanPiece, Source
-from gristmill.jobs.states import JobState, Runner
+from gristmill.jobs.states import JobState
 from gristmill.jobs.store.database import Database
-from gristmill.jobs.store.job_rows import change_job, change_jobs, lock_validating, plan_values
+from gristmill.jobs.store.job_rows import belongs_to, change_job, change_jobs, lock_validating, plan_values
 from gristmill.jobs.store.models import jobs, plan_pieces
 
 PIECES_AGAIN_S = 10.0  # after so long without a saved piece, the messages are taken for lost
@@ -101,7 +101,7 @@ class Pieces:
 
 def is_unplanned() -> list[Any]:
     """The conditions for a submitted job whose planning is not over."""
-    return [jobs.c.state == JobState.VALIDATING, jobs.c.runner == Runner.WORKERS]
+    return [jobs.c.state == JobState.VALIDATING, belongs_to(None)]
 
 
 def _until_again(now: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, exists, func, select
+from sqlalchemy import ColumnElement, Connection, Row, case, exists, func, select
 
 from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.owner import Owner
@@ -59,7 +59,10 @@ class Plans:
     def renew(self, job_id: str, owner: Owner) -> bool:
         """Renews the lease of a long planning; False when the job was stopped or others plan it."""
         with self._database.write() as (connection, now):
-            return self._change_plan(connection, job_id, owner, plan_lease_until=now + self._database.lease_s)
+            until = now + self._database.lease_s
+            return self._change_plan(
+                connection, job_id, owner, plan_lease_until=until, owner_seen_at=_seen(now)
+            )
 
     def release(self, job_id: str, owner: Owner) -> None:
         """Ends the right of `owner` to plan, so that the next try need not wait for the lease."""
@@ -100,6 +103,7 @@ class Plans:
                 "num_shards": len(plan.shards),
                 "plan_owner": None,
                 "plan_lease_until": None,
+                "owner_seen_at": _seen(now),
             }
             entered = enter_state(connection, job_id, JobState.IN_PROGRESS, values)
             assert entered, "the row is locked by this transaction"
@@ -151,6 +155,11 @@ class Plans:
             query = select(*columns).where(*is_unplanned(), ~waiting)
             rows = connection.execute(query.order_by(jobs.c.created_at, jobs.c.id)).all()
         return [row.id for row in rows if not is_held(row.plan_owner, row.plan_lease_until, now)]
+
+
+def _seen(now: float) -> ColumnElement[Any]:
+    """The run that holds the job is at it; planning is no active time."""
+    return case((jobs.c.owner.is_not(None), now), else_=None)
 
 
 def _is_deadly(connection: Connection, job: Row[Any], now: float) -> bool:

@@ -1,4 +1,4 @@
-"""Orders that become jobs of the queue, once per idempotency key."""
+"""Orders that become jobs: of the queue, once per idempotency key, or of the process that gives them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from gristmill.jobs.errors import RefusedError
 from gristmill.jobs.moments import parse_moment
+from gristmill.jobs.owner import Owner
 from gristmill.jobs.records import PRIORITIES, JobRecord, Submitted
 from gristmill.jobs.states import JobState, Runner
 from gristmill.jobs.store.database import Database
+from gristmill.jobs.store.folder_rows import replace_jobs
 from gristmill.jobs.store.job_rows import (
     add_event,
     build_job_id,
     clean_text,
     load_job,
+    lock_output,
     normal_output,
     plan_values,
 )
@@ -33,7 +36,7 @@ _TASK = re.compile(r"[\w.:-]+(@[\w.:-]+)?")  # as JobSpec.on_complete
 
 
 class Submissions:
-    """Orders that become jobs of the queue."""
+    """Orders that become jobs, to be planned."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -57,18 +60,34 @@ class Submissions:
                 )
         with self._database.write() as (connection, now):
             values = {
-                "state": JobState.VALIDATING,
-                "output": normal_output(spec.output),
-                "model": spec.model,
-                "spec": spec.model_dump(mode="json"),
-                "max_tokens": spec.max_tokens,
-                "dtype": spec.dtype,
+                **_order_values(spec),
                 "priority": PRIORITIES.index(spec.priority),
                 "not_before": parse_moment(spec.not_before, now) if spec.not_before else None,
                 "deadline_at": parse_moment(spec.deadline, now) if spec.deadline else None,
                 "on_complete": spec.on_complete,
             }
             return _insert_job(connection, values, key, now)
+
+    def submit_own(self, spec: JobSpec, owner: Owner, fingerprint: str, identity: str) -> JobRecord:
+        """A job of the process `owner` alone, which holds it from the start.
+
+        It takes its output folder over: an unfinished earlier job of it is cancelled. Raises JobIsLive when a live
+        process holds that job.
+        """
+        values = _order_values(spec)
+        with self._database.write() as (connection, now):
+            lock_output(connection, values["output"])
+            values |= {
+                "runner": Runner.LOCAL,
+                "fingerprint": fingerprint,
+                "identity": identity,
+                "owner": owner.to_text(),
+                "owner_seen_at": now,
+                "lease_s": self._database.lease_s,
+            }
+            job = _insert_job(connection, values, None, now).job
+            replace_jobs(connection, job.output, job.job_id, owner, now, self._database.lease_s)
+            return job
 
     def submit_refused(self, fields: Mapping[str, Any], key: str | None, message: str) -> JobRecord:
         """A failed job that says why an order from the queue can't be read; one per key, as for good ones."""
@@ -87,6 +106,17 @@ class Submissions:
                 "notice_due_at": now if is_task else None,
             }
             return _insert_job(connection, values, clean_text(key)[:MAX_KEY_SIZE] if key else None, now).job
+
+
+def _order_values(spec: JobSpec) -> dict[str, Any]:
+    return {
+        "state": JobState.VALIDATING,
+        "output": normal_output(spec.output),
+        "model": spec.model,
+        "spec": spec.model_dump(mode="json"),
+        "max_tokens": spec.max_tokens,
+        "dtype": spec.dtype,
+    }
 
 
 def _insert_job(connection: Connection, values: dict[str, Any], key: str | None, now: float) -> Submitted:

@@ -17,7 +17,8 @@ from gristmill.jobs.owner import current_owner
 from gristmill.jobs.plan import pieces as plan_pieces
 from gristmill.jobs.plan import planner
 from gristmill.jobs.plan.cutting import plan_shards
-from gristmill.jobs.plan.planner import build_prefix_key, plan_one_piece, plan_submitted_job
+from gristmill.jobs.plan.order import build_prefix_key
+from gristmill.jobs.plan.planner import plan_one_piece, plan_submitted_job
 from gristmill.jobs.records import JobRecord, WorkerModel
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.states import JobState
@@ -190,7 +191,7 @@ def test_an_outage_leaves_the_job_to_be_planned_again(
 
     job = submit(store, data)
     with monkeypatch.context() as patch:
-        patch.setattr(planner, "load_columns", fail)
+        patch.setattr("gristmill.jobs.plan.order.load_columns", fail)
         with pytest.raises(SourceUnavailable):
             plan(store, job, data)
     assert store.plans.waiting() == [job.job_id]

@@ -133,7 +133,7 @@ def test_a_planner_that_lost_its_lease_removes_nothing(
         assert store.plans.claim(job.job_id, OTHER_PLACE) is not None
         return plan_shards(load_sources([str(data)]))
 
-    monkeypatch.setattr(planner, "plan_job_shards", lose)
+    monkeypatch.setattr(planner, "plan_order", lose)
     assert plan(store, job, data) == []
     assert list((data.parent / "out").glob("part-*"))
     assert store.jobs.load(job.job_id).state is JobState.VALIDATING

@@ -251,7 +251,8 @@ def test_events_are_kept(store: Store, out: Path) -> None:
     with store.database.read() as (connection, _):
         rows = connection.execute(select(events.c.kind, events.c.detail).order_by(events.c.id)).all()
     assert [tuple(row) for row in rows] == [
-        ("created", {"rows": 4, "shards": 1}),
+        ("submitted", {}),
+        ("planned", {"rows": 4, "shards": 1}),
         ("engine_restarted", {"exit_code": -9}),
     ]
 

@@ -247,4 +247,6 @@ def test_local_jobs_are_not_the_queues(store: Store, out: Path) -> None:
     offer = OFFER._replace(name="null:")
     assert not store.claims.has_work(offer)
     assert store.claims.next(offer, ELSEWHERE) is None
+    unplanned = JobSpec(input=["a"], output=f"{out}-2", model="null")
+    store.submissions.submit_own(unplanned, ELSEWHERE, "f" * 32, "i" * 32)
     assert store.claims.wanted_models() == store.plans.waiting() == store.finalizing.waiting() == []  # type: ignore[comparison-overlap]

@@ -12,6 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gristmill.jobs.owner import current_owner
+from gristmill.jobs.plan.order import Order
+from gristmill.jobs.records import JobRecord
+from gristmill.jobs.source import Plan
 from gristmill.jobs.spec import parse_spec
 from gristmill.jobs.store.database import database_url
 from gristmill.jobs.store.store import Store, open_store
@@ -89,8 +93,8 @@ class JobKit:
         }
         return run_local(parse_spec(order), None, display or RecordingDisplay(), signals)
 
-    def resume(self, reference: str, display: RecordingDisplay | None = None) -> int:
-        return resume_local(reference, None, display or RecordingDisplay())
+    def resume(self, reference: str, display: RecordingDisplay | None = None, retry: bool = False) -> int:
+        return resume_local(reference, None, display or RecordingDisplay(), retry=retry)
 
     def rows(self, output: Path | None = None) -> list[dict[str, Any]]:
         """All output rows, in the order in which the folder holds them."""
@@ -102,6 +106,13 @@ class JobKit:
 
     def store(self) -> Store:
         return open_store(database_url(None))
+
+
+def begin_run(store: Store, order: Order, plan: Plan) -> JobRecord:
+    """A job of this process that is in progress."""
+    job = store.submissions.submit_own(order.spec, current_owner(), order.fingerprint, order.identity)
+    store.plans.start(job.job_id, order.sources, order.columns, plan, order.part_schema, order.identity)
+    return job
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -143,19 +143,15 @@ def test_local_jobs_are_resumed_and_retried_here(
     rows.write_text('{"text": "a"}\n')
     output = str(tmp_path / "local")
     assert invoke("run", str(rows), "--output", output, "--model", "null:", "--prompt", "a")[0] == 0
-    calls: list[tuple[str, str]] = []
+    calls: list[tuple[str, bool]] = []
 
-    def note(name: str) -> Callable[..., int]:
-        def call(reference: str, database_url: str | None, display: Any) -> int:
-            calls.append((name, reference))
-            return 0
+    def call(reference: str, database_url: str | None, display: Any, retry: bool = False) -> int:
+        calls.append((reference, retry))
+        return 0
 
-        return call
-
-    monkeypatch.setattr("gristmill.worker.local.run.resume_local", note("resume"))
-    monkeypatch.setattr("gristmill.worker.local.run.retry_local", note("retry"))
+    monkeypatch.setattr("gristmill.worker.local.run.resume_local", call)
     assert (invoke("resume", output)[0], invoke("retry", output)[0]) == (0, 0)
-    assert calls == [("resume", output), ("retry", output)]
+    assert calls == [(output, False), (output, True)]
 
 
 @pytest.mark.parametrize("command", ["retry", "resume"])

@@ -12,8 +12,7 @@ import pytest
 
 from gristmill.engine.errors import ModelRefused
 from gristmill.jobs.errors import RefusedError
-from gristmill.worker.local import order as local_order
-from gristmill.worker.local.run import retry_local
+from gristmill.jobs.plan import order
 
 PROMPT = "{{ text }}"
 
@@ -168,7 +167,7 @@ def test_the_folder_of_another_job_is_refused_unless_it_may_be_overwritten(kit: 
 def test_shards_whose_large_rows_are_kept_stay_small_enough_for_memory(
     kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_order, "MAX_KEPT_BYTES", 2000)
+    monkeypatch.setattr(order, "MAX_KEPT_BYTES", 2000)
     rows = [{"text": "x" * 80} for _ in range(100)]
     kit.run(kit.write_jsonl(rows), prompt=PROMPT, keep=["text"])
     assert max(pq.read_metadata(part).num_rows for part in kit.output.glob("part-*")) <= 25
@@ -188,7 +187,7 @@ def test_failed_rows_of_a_local_job_are_computed_again_on_request(kit: Any) -> N
     before = kit.rows()
     num_failed = sum(row["error_code"] == "null_failure" for row in before)
     display = kit.new_display()
-    assert retry_local(str(kit.output), None, display) == 0
+    assert kit.resume(str(kit.output), display, retry=True) == 0
     assert f"{num_failed} failed rows are computed again" in display.notes[0]
     assert kit.rows() == before  # this model fails the same rows each time
     assert (kit.output / "_manifest.json").exists()
@@ -203,7 +202,7 @@ def test_a_retry_without_failed_rows_is_refused(kit: Any) -> None:
     source = kit.write_jsonl([{"text": "row"}])
     assert kit.run(source, prompt="{{ text }}") == 0
     with pytest.raises(RefusedError, match="no failed rows"):
-        retry_local(str(kit.output), None, kit.new_display())
+        kit.resume(str(kit.output), retry=True)
 
 
 def test_a_slash_behind_a_file_is_refused_and_behind_the_output_is_the_same_folder(kit: Any) -> None:

@@ -15,8 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gristmill.worker.local.run import retry_local
-
 PROMPT = "{{ document }} {{ question }}"
 COMPARED = ("source", "row_index", "custom_id", "question", "completion", "error_code", "prompt_tokens")
 
@@ -43,7 +41,7 @@ def test_a_run_says_what_sorting_saves_and_gives_the_same_rows(
     order = {"prompt": PROMPT, "keep": ["question"], "shard_rows": 600}
     display = kit.new_display()
     assert kit.run(source, display, **order) == 0
-    assert display.notes[0].startswith("regrouped by prefix: sample saves ")
+    assert display.notes[1].startswith("regrouped by prefix: sample saves ")
     assert "sorted rows share" in capsys.readouterr().out
     assert not (kit.output / "_spool").exists()
     plain = kit.folder / "plain"
@@ -61,7 +59,7 @@ def test_failed_rows_of_a_regrouped_run_are_computed_again(kit: Any) -> None:
     num_failed = sum(row[COMPARED.index("error_code")] is not None for row in before)
     assert num_failed > 5 and len(before) == 301
     display = kit.new_display()
-    assert retry_local(str(kit.output), None, display) == 0
+    assert kit.resume(str(kit.output), display, retry=True) == 0
     assert f"{num_failed} failed rows are computed again" in display.notes[0]
     assert read(kit, kit.output) == before  # this model fails the same rows each time
 
@@ -112,4 +110,6 @@ def test_a_run_that_dies_around_its_spool_loses_and_doubles_nothing(
     done = subprocess.run(command, cwd=repo_root, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert read(kit, kit.output) == read(kit, plain)
+    with kit.store() as store:  # killed while it sorted, and gone on with: the same job
+        assert len(store.jobs.of_output(str(kit.output))) == 1
     assert len(list((kit.output / "_spool").iterdir())) == 1  # the broken row's

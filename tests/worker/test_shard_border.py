@@ -16,11 +16,12 @@ from gristmill.jobs.store.store import open_store
 from gristmill.worker.engine.client import EngineClient
 from gristmill.worker.engine.credit_window import credit_window
 from gristmill.worker.engine.supervisor import EngineSupervisor
-from gristmill.worker.local.order import load_order
+from gristmill.worker.local.run import load_order
 from gristmill.worker.run.job_context import ContextLoader, Contexts
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions
 from gristmill.worker.run.shard_runner import ShardRunner
 from gristmill.worker.run.shard_source import ShardSource
+from tests.worker.conftest import begin_run
 
 MAX_NUM_SEQS = 8
 NUM_ROWS, SHARD_ROWS = 160, 20
@@ -40,9 +41,7 @@ def test_the_rows_in_the_engine_stay_above_nine_tenths_of_what_it_can_run(
     try:
         with open_store(database_url(None)) as store:
             plan = plan_shards(order.sources, SHARD_ROWS)
-            job = store.jobs.create(
-                order.spec, order.sources, plan, order.fingerprint, order.identity, order.schema
-            )
+            job = begin_run(store, order, plan)
             info = client.wait_loaded(LOAD_S, lambda: False)
             contexts = Contexts(ContextLoader(store.jobs, load_tokenizer(smollm2_path), info).load)
             display = kit.new_display()

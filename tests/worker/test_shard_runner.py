@@ -17,7 +17,7 @@ from gristmill.engine.text.tokenizer import NullTokenizer
 from gristmill.jobs.errors import OutputError
 from gristmill.jobs.owner import current_owner
 from gristmill.jobs.plan.cutting import plan_shards
-from gristmill.jobs.records import JobRecord, offer_for
+from gristmill.jobs.records import offer_for
 from gristmill.jobs.spec import parse_spec
 from gristmill.jobs.storage.folder import open_storage
 from gristmill.jobs.storage.hashing_file import HashingFile
@@ -27,11 +27,12 @@ from gristmill.jobs.store.store import Store, open_store
 from gristmill.worker.engine.client import EngineClient
 from gristmill.worker.engine.credit_window import ROWS_PER_SEQ
 from gristmill.worker.engine.supervisor import MAX_CULPRITS, EngineSupervisor
-from gristmill.worker.local.order import load_order
+from gristmill.worker.local.run import load_order
 from gristmill.worker.run.job_context import ContextLoader, Contexts
 from gristmill.worker.run.outcome import RunEnd, RunnerOptions, RunOutcome
 from gristmill.worker.run.shard_runner import ShardRunner
 from gristmill.worker.run.shard_source import ShardSource
+from tests.worker.conftest import begin_run
 
 LIMIT_S = 30.0
 
@@ -67,9 +68,7 @@ class Rig:
         self.store = store
         self.client = client
         self.storage = storage or open_storage(order.spec.output)
-        self.job: JobRecord = store.jobs.create(
-            order.spec, order.sources, plan, order.fingerprint, order.identity, order.schema
-        )
+        self.job = begin_run(store, order, plan)
         info = client.wait_loaded(LIMIT_S, lambda: False)
         context = ContextLoader(store.jobs, NullTokenizer(), info).load(self.job.job_id)
         self.should_stop = False

@@ -126,10 +126,10 @@ def retry(job: JobReference, database_url: DatabaseUrl = None, broker_url: Broke
             notify_workers(store, record.job_id, broker_url)
             print_out(f"{record.job_id}: {num_rows:,} failed rows run again")
             return 0
-    from gristmill.worker.local.run import retry_local
+    from gristmill.worker.local.run import resume_local
     from gristmill.worker.show.progress import build_display
 
-    return retry_local(job, database_url, build_display(sys.stderr))
+    return resume_local(job, database_url, build_display(sys.stderr), retry=True)
 
 
 def workers(as_json: AsJson = False, database_url: DatabaseUrl = None) -> None:
