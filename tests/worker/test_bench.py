@@ -27,6 +27,7 @@ SHAPE = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,context
 BENCH = ("bench", "--threads", "1", "--max-batched-tokens", "64")
 SMALL = (*BENCH, "--shape", SHAPE, "--rows", "8", "--shared-prefix", "40", "--prompt-tokens", "4-9")
 SMALL_JSON = (*SMALL, "--output-tokens", "3-12", "--kv-blocks", "64", "--json")
+PARTS = ("schedule", "build", "forward", "sample", "finish")
 PNG_HEAD = b"\x89PNG\r\n\x1a\n"
 
 
@@ -63,43 +64,34 @@ def test_the_figures_of_a_run_agree_with_each_other(invoke: Invoke) -> None:
     rates = sorted(payload["runs_output_tokens_per_s"])
     assert payload["output_tokens_per_s"] == rates[1] and len(rates) == 3
     assert payload["output_tokens_per_s"] == pytest.approx(payload["output_tokens"] / payload["seconds"])
-    steps = payload["steps"]
-    parts = sum(steps[name]["total_s"] for name in ("schedule", "build", "forward", "sample", "finish"))
-    assert steps["total"]["total_s"] == pytest.approx(parts)
-    assert steps["total"]["total_s"] + steps["outside_s"] == pytest.approx(payload["seconds"])
-    assert steps["bookkeeping"]["share"] == pytest.approx(
-        sum(steps[name]["share"] for name in ("schedule", "build", "finish"))
-    )
-    assert 0 < payload["occupancy"]["kv_mean"] <= payload["occupancy"]["kv_peak"] <= 1
-    assert 0 < payload["occupancy"]["budget_mean"] <= 1
-    roofline = payload["roofline"]
-    assert roofline["floor_s"] == pytest.approx(
-        roofline["linear_s"] + roofline["attention_s"] + roofline["head_s"]
-    )
+    steps, total_s = payload["steps"], payload["steps"]["total"]["total_s"]
+    assert total_s == pytest.approx(sum(steps[name]["total_s"] for name in PARTS))
+    assert total_s + steps["outside_s"] == pytest.approx(payload["seconds"])
+    shares = [steps[name]["share"] for name in ("schedule", "build", "finish")]
+    assert steps["bookkeeping"]["share"] == pytest.approx(sum(shares))
+    occupancy, roofline = payload["occupancy"], payload["roofline"]
+    assert 0 < occupancy["kv_mean"] <= occupancy["kv_peak"] <= 1 and 0 < occupancy["budget_mean"] <= 1
+    floors = [roofline[f"{name}_s"] for name in ("linear", "attention", "head")]
+    assert roofline["floor_s"] == pytest.approx(sum(floors))
     assert roofline["fraction"] == pytest.approx(roofline["floor_s"] / payload["seconds"])
 
 
-def test_the_table_names_every_figure(invoke: Invoke) -> None:
-    code, out, err = invoke(*SMALL, "--output-tokens", "3")
-    assert code == 0
-    assert SHAPE in out
+def test_the_table_names_every_figure_and_the_kernels_in_use_which_can_be_capped(invoke: Invoke) -> None:
+    code, out, err = invoke(*SMALL, "--output-tokens", "3", "--cpu-kernels", "none", "--dtype", "float32")
+    assert code == 0, err
+    assert SHAPE in out and out.splitlines()[0].endswith("float32 on cpu, torch kernels")
     labels = ("rows", "speed", "tokens", "saved", "preemptions", "budget", "KV cache", "running", "roofline")
-    for label in (*labels, "schedule", "build", "forward", "sample", "finish", "bookkeeping", "outside"):
+    for label in (*labels, *PARTS, "bookkeeping", "outside"):
         assert f"\n  {label} " in out
 
 
-def test_sharing_saves_what_can_be_saved_and_can_be_turned_off(invoke: Invoke) -> None:
-    shared = run_json(invoke, *SMALL_JSON)["prefix"]
-    assert shared["max_saved_tokens"] >= 7 * 40
-    assert 0.7 < shared["share_of_max"] <= 1.0
+def test_sharing_saves_what_can_be_saved_the_same_in_each_pass_and_can_be_turned_off(invoke: Invoke) -> None:
+    first, third = (run_json(invoke, *SMALL_JSON, "--repeat", repeat) for repeat in ("1", "3"))
+    shared = first["prefix"]
+    assert shared["max_saved_tokens"] >= 7 * 40 and 0.7 < shared["share_of_max"] <= 1.0
+    assert third["prefix"] == shared and first["steps"]["count"] == third["steps"]["count"]
     alone = run_json(invoke, *SMALL_JSON, "--no-sharing")["prefix"]
     assert alone["saved_tokens"] == 0 and alone["max_saved_tokens"] == shared["max_saved_tokens"]
-
-
-def test_each_pass_starts_as_the_first_one_did(invoke: Invoke) -> None:
-    first, third = (run_json(invoke, *SMALL_JSON, "--repeat", repeat) for repeat in ("1", "3"))
-    assert first["prefix"] == third["prefix"]
-    assert first["steps"]["count"] == third["steps"]["count"]
 
 
 def test_a_cache_too_small_for_all_rows_and_static_batches_keep_the_counts_exact(invoke: Invoke) -> None:
@@ -108,12 +100,6 @@ def test_a_cache_too_small_for_all_rows_and_static_batches_keep_the_counts_exact
     static = run_json(invoke, *SMALL_JSON, "--static", "--max-num-seqs", "3")
     assert static["occupancy"]["running_peak"] <= 3
     assert static["output_tokens"] == crowded["output_tokens"]
-
-
-def test_the_kernels_in_use_are_named_and_can_be_capped(invoke: Invoke) -> None:
-    code, out, _ = invoke(*SMALL, "--output-tokens", "3", "--cpu-kernels", "none", "--dtype", "float32")
-    assert code == 0 and out.splitlines()[0].endswith("float32 on cpu, torch kernels")
-    assert run_json(invoke, *SMALL_JSON, "--cpu-kernels", "none")["engine"]["cpu_kernels"] == "none"
 
 
 def test_a_file_of_ids_runs_in_its_order_or_shuffled(invoke: Invoke, tmp_path: Path) -> None:
@@ -149,20 +135,16 @@ def test_a_wrong_token_count_is_one_line_and_exit_code_1(
     assert err.splitlines()[-1].startswith("gristmill: wrong token counts: row 1 has ")
 
 
-def test_a_trace_is_a_png(invoke: Invoke, tmp_path: Path) -> None:
-    code, _, err = invoke(*SMALL, "--output-tokens", "3", "--trace", str(tmp_path / "t.png"))
-    assert code == 0, err
-    assert (tmp_path / "t.png").read_bytes().startswith(PNG_HEAD)
-
-
-def test_a_trace_with_preemptions_and_one_with_a_single_step_can_be_drawn(tmp_path: Path) -> None:
+def test_a_trace_is_a_png_also_with_preemptions_and_of_a_single_step(invoke: Invoke, tmp_path: Path) -> None:
+    path = tmp_path / "t.png"
+    code, _, err = invoke(*SMALL, "--output-tokens", "3", "--trace", str(path))
+    assert code == 0 and path.read_bytes().startswith(PNG_HEAD), err
     info = EngineInfo("m", "float32", 256, 256, 10, 16, 8, 64, 0.1, "cpu")
     many = [build_step(i * 0.07, num_preempted=i % 3 == 2, num_waiting=9_000 - i) for i in range(40)]
     for steps in (many, many[:1]):
-        draw_trace(tmp_path / "t.png", steps, info, "title")
-        data = (tmp_path / "t.png").read_bytes()
-        width, height = struct.unpack(">II", data[16:24])
-        assert data.startswith(PNG_HEAD) and width > 1000 and height > 700
+        draw_trace(path, steps, info, "title")
+        width, height = struct.unpack(">II", path.read_bytes()[16:24])
+        assert path.read_bytes().startswith(PNG_HEAD) and width > 1000 and height > 700
 
 
 def test_without_matplotlib_a_trace_is_refused_before_any_work(
@@ -176,40 +158,36 @@ def test_without_matplotlib_a_trace_is_refused_before_any_work(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "give either --model PATH, or --shape"),
-        (("--model", "m", "--shape", "smollm2-135m"), "give either --model PATH, or --shape"),
-        (("--model", "/nowhere"), "/nowhere: no such model"),
-        (("--model", "null:"), "the null engine has no weights"),
-        (("--shape", "gpt-9"), "--shape 'gpt-9' is not known"),
-        (("--shape", SHAPE, "--dtype", "int3"), "'int3' is not one of"),
-        (("--shape", SHAPE, "--kv-blocks", "9", "--kv-cache-mib", "9"), "exclude each other"),
-        (("--shape", SHAPE, "--rows", "0"), "Invalid value for '--rows'"),
-        (("--shape", SHAPE, "--levels", "300"), "the longest row has"),
-        (("--shape", SHAPE, "--levels", "20:x"), "'20:x' is not TOKENS:FAN-OUT"),
-        (("--shape", SHAPE, "--prompt-tokens", "9-4"), "--prompt-tokens '9-4'"),
-        (("--shape", SHAPE, "--output-tokens", "1-9:40"), "the mean lies between 1 and 9"),
-        (
-            ("--shape", SHAPE, "--output-tokens", "250"),
-            "tokens with its output, the model's context holds 256",
-        ),
-        (
-            ("--shape", SHAPE, "--prompt-tokens", "9", "--shared-prefix", "9", "--kv-blocks", "4"),
-            "the KV cache holds 64",
-        ),
-        (("--shape", SHAPE, "--workload", "A"), "--workload chooses rows of a file"),
-        (("--shape", SHAPE, "missing.jsonl"), "missing.jsonl: No such file"),
-        (("--shape", SHAPE, "some.jsonl", "--levels", "9:1"), "--levels describes made-up rows"),
-        (("--shape", SHAPE, "--trace", "plot.svg"), "ends in .png"),
-        (("--shape", SHAPE, "--trace", "/nowhere/plot.png"), "/nowhere is not a folder"),
+        ("", "give either --model PATH, or --shape"),
+        ("--model m --shape smollm2-135m", "give either --model PATH, or --shape"),
+        ("--model /nowhere", "/nowhere: no such model"),
+        ("--model null:", "the null engine has no weights"),
+        ("--shape gpt-9", "--shape 'gpt-9' is not known"),
+        *((f"--shape {SHAPE} {words}", message) for words, message in (
+            ("--dtype int3", "'int3' is not one of"),
+            ("--kv-blocks 9 --kv-cache-mib 9", "exclude each other"),
+            ("--rows 0", "Invalid value for '--rows'"),
+            ("--levels 300", "the longest row has"),
+            ("--levels 20:x", "'20:x' is not TOKENS:FAN-OUT"),
+            ("--prompt-tokens 9-4", "--prompt-tokens '9-4'"),
+            ("--output-tokens 1-9:40", "the mean lies between 1 and 9"),
+            ("--output-tokens 250", "tokens with its output, the model's context holds 256"),
+            ("--prompt-tokens 9 --shared-prefix 9 --kv-blocks 4", "the KV cache holds 64"),
+            ("--workload A", "--workload chooses rows of a file"),
+            ("missing.jsonl", "missing.jsonl: No such file"),
+            ("some.jsonl --levels 9:1", "--levels describes made-up rows"),
+            ("--trace plot.svg", "ends in .png"),
+            ("--trace /nowhere/plot.png", "/nowhere is not a folder"),
+        )),
     ],
-)
+)  # fmt: skip
 def test_what_can_not_run_is_one_line_and_exit_code_2_before_any_work(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, words: str, message: str
 ) -> None:
     monkeypatch.setattr(
         "gristmill.worker.cli.bench.load_engine", lambda *_: pytest.fail("the engine was loaded")
     )
-    code, out, err = invoke("bench", *words)
+    code, out, err = invoke("bench", *words.split())
     assert (code, out) == (2, ""), err
     assert message in err and err.count("\n") == 1
 
@@ -240,20 +218,15 @@ def build_run(seconds: float = 1.0, num_sampled: int = 2, **fields: Any) -> Benc
         ({"num_prompt_tokens": 4}, "4 prompt tokens"),
         ({"error_code": "x", "error_message": "too large"}, "row 1 failed: too large"),
         ({"num_sampled": 3}, "the steps sampled 3 tokens, the rows have 2"),
+        (None, "row 1 has no completion"),
     ],
 )
-def test_every_way_to_miscount_is_found(fields: dict[str, Any], problem: str | None) -> None:
-    found = find_miscount([BenchRow(array("I", [1, 2, 3]), 2)], build_run(**fields))
+def test_every_way_to_miscount_is_found(fields: dict[str, Any] | None, problem: str | None) -> None:
+    run = replace(build_run(), completions={}) if fields is None else build_run(**fields)
+    found = find_miscount([BenchRow(array("I", [1, 2, 3]), 2)], run)
     assert found is None if problem is None else found is not None and problem in found
-
-
-def test_a_row_without_a_completion_is_found() -> None:
-    run = replace(build_run(), completions={})
-    assert find_miscount([BenchRow(array("I", [1, 2, 3]), 2)], run) == "row 1 has no completion"
 
 
 def test_the_median_run_is_the_middle_one_or_the_slower_of_two() -> None:
     runs = [build_run(seconds) for seconds in (5.0, 1.0, 3.0, 2.0)]
-    assert pick_median(runs).seconds == 3.0
-    assert pick_median(runs[:3]).seconds == 3.0
-    assert pick_median(runs[1:2]).seconds == 1.0
+    assert [pick_median(some).seconds for some in (runs, runs[:3], runs[1:2])] == [3.0, 3.0, 1.0]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from gristmill.engine.batch.prefix import max_shared_tokens
 from gristmill.worker.show.console import UsageRefused
@@ -27,6 +28,8 @@ from gristmill.worker.tools.bench.workload import (
     shuffle_rows,
 )
 
+SMALL = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300"
+
 
 def build_spec(**fields: Any) -> SyntheticSpec:
     values: dict[str, Any] = {
@@ -38,6 +41,11 @@ def build_spec(**fields: Any) -> SyntheticSpec:
         "seed": 7,
     }
     return SyntheticSpec(**(values | fields))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "w.jsonl"
 
 
 def write_rows(path: Path, *rows: Any) -> Path:
@@ -60,79 +68,62 @@ def test_the_tree_saves_what_its_levels_say() -> None:
     assert saved == 64 * 50 - (2 * 30 + 8 * 20)
 
 
-def test_a_seed_gives_the_same_rows_and_another_one_others() -> None:
-    assert build_synthetic(build_spec()) == build_synthetic(build_spec())
-    assert build_synthetic(build_spec()) != build_synthetic(build_spec(seed=8))
-
-
 def test_rows_without_levels_share_nothing() -> None:
     rows = build_synthetic(build_spec(levels=()))
     assert max_shared_tokens(row.token_ids for row in rows) == 0
     assert all(5 <= len(row.token_ids) <= 9 for row in rows)
 
 
-def test_shuffled_rows_are_the_same_rows_in_another_order() -> None:
+def test_a_seed_gives_the_same_rows_and_another_one_others_shuffled_or_not() -> None:
     rows = build_synthetic(build_spec())
-    shuffled = shuffle_rows(rows, 3)
-    assert shuffled != rows and shuffle_rows(rows, 3) == shuffled
-    assert sorted(row.token_ids.tobytes() for row in rows) == sorted(
-        row.token_ids.tobytes() for row in shuffled
-    )
+    assert build_synthetic(build_spec()) == rows != build_synthetic(build_spec(seed=8))
+    assert rows != shuffle_rows(rows, 3) == shuffle_rows(rows, 3)
+    assert sorted(row.token_ids for row in rows) == sorted(row.token_ids for row in shuffle_rows(rows, 3))
+
+
+def draw(lengths: Lengths, num_rows: int = 1000) -> NDArray[np.int64]:
+    return draw_lengths(lengths, num_rows, np.random.default_rng(1))
 
 
 @pytest.mark.parametrize("mean", [9.0, 60.0, 260.0, 500.0])
 def test_lengths_have_the_mean_that_was_asked_for(mean: float) -> None:
-    drawn = draw_lengths(Lengths(8, 512, mean), 1000, np.random.default_rng(1))
+    drawn = draw(Lengths(8, 512, mean))
     assert drawn.mean() == pytest.approx(mean, rel=0.02)
     assert drawn.min() >= 8 and drawn.max() <= 512
-
-
-def test_skewed_lengths_have_many_short_and_a_few_long_ones() -> None:
-    drawn = draw_lengths(Lengths(8, 512, 60), 1000, np.random.default_rng(1))
-    assert np.median(drawn) < 50 and drawn.max() > 250
 
 
 @pytest.mark.parametrize(
     "lengths", [Lengths(64, 64), Lengths(64, 64, 64), Lengths(8, 512, 8), Lengths(8, 512, 512)]
 )
 def test_lengths_at_the_ends_of_the_range_are_those_ends(lengths: Lengths) -> None:
-    drawn = draw_lengths(lengths, 50, np.random.default_rng(1))
-    assert set(drawn.tolist()) == {int(lengths.mean or lengths.low)}
+    assert set(draw(lengths, 50).tolist()) == {int(lengths.mean or lengths.low)}
 
 
-def test_even_lengths_use_the_whole_range() -> None:
-    drawn = draw_lengths(Lengths(1, 10), 1000, np.random.default_rng(1))
-    assert Counter(drawn.tolist()) == dict.fromkeys(range(1, 11), 100)
+def test_even_lengths_use_the_whole_range_and_skewed_ones_have_many_short_and_a_few_long_ones() -> None:
+    assert Counter(draw(Lengths(1, 10)).tolist()) == dict.fromkeys(range(1, 11), 100)
+    skewed = draw(Lengths(8, 512, 60))
+    assert np.median(skewed) < 50 and skewed.max() > 250
 
 
-def test_a_file_gives_the_rows_of_one_workload(tmp_path: Path) -> None:
-    path = write_rows(
-        tmp_path / "w.jsonl",
-        {"wl": "A", "i": 0, "ids": [1, 2], "max_tokens": 3},
-        "",
-        {"wl": "B", "ids": [9], "max_tokens": 1},
-        {"wl": "A", "ids": [4], "max_tokens": 5},
-    )
+def test_a_file_gives_the_rows_of_one_workload(file: Path) -> None:
+    rows = [{"wl": "A", "ids": [1, 2], "max_tokens": 3}, {"wl": "B", "ids": [9], "max_tokens": 1}]
+    write_rows(file, rows[0], "", rows[1], {"wl": "A", "ids": [4], "max_tokens": 5})
     rows_a = [BenchRow(array("I", [1, 2]), 3), BenchRow(array("I", [4]), 5)]
-    assert load_workload(path, "A", None, None) == rows_a
-    assert load_workload(path, "A", 1, None) == rows_a[:1]
-    assert len(load_workload(path, None, None, None)) == 3
+    assert load_workload(file, "A", None, None) == rows_a
+    assert load_workload(file, "A", 1, None) == rows_a[:1]
+    assert len(load_workload(file, None, None, None)) == 3
 
 
-def test_prompts_are_encoded_all_at_once_and_keep_their_places(tmp_path: Path) -> None:
-    path = write_rows(
-        tmp_path / "w.jsonl",
-        {"prompt": "ab", "max_tokens": 1},
-        {"ids": [7], "max_tokens": 2},
-        {"prompt": "c", "max_tokens": 3},
-    )
+def test_prompts_are_encoded_all_at_once_and_keep_their_places(file: Path) -> None:
+    values = [("prompt", "ab"), ("ids", [7]), ("prompt", "c")]
+    write_rows(file, *({name: value, "max_tokens": 1} for name, value in values))
     calls = []
 
     def encode(texts: list[str]) -> list[array[int]]:
         calls.append(texts)
         return [array("I", list(text.encode())) for text in texts]
 
-    rows = load_workload(path, None, None, encode)
+    rows = load_workload(file, None, None, encode)
     assert [row.token_ids.tolist() for row in rows] == [[97, 98], [7], [99]]
     assert calls == [["ab", "c"]]
 
@@ -142,76 +133,61 @@ def test_prompts_are_encoded_all_at_once_and_keep_their_places(tmp_path: Path) -
     [
         ("{", "line 1: not JSON"),
         ("[1]", "line 1: not an object"),
-        ({"max_tokens": 1}, "needs either `ids` or `prompt`"),
-        ({"ids": [1], "prompt": "a", "max_tokens": 1}, "needs either `ids` or `prompt`"),
+        ({"max_tokens": 1}, "either `ids` or `prompt`"),
+        ({"ids": [1], "prompt": "a", "max_tokens": 1}, "either `ids` or `prompt`"),
         ({"prompt": 5, "max_tokens": 1}, "`prompt` is not a text"),
-        ({"prompt": "a", "max_tokens": 1}, "need the tokenizer of a --model"),
-        ({"ids": [1]}, "`max_tokens` is None"),
-        ({"ids": [1], "max_tokens": 0}, "`max_tokens` is 0"),
-        ({"ids": [1], "max_tokens": True}, "`max_tokens` is True"),
+        ({"prompt": "a", "max_tokens": 1}, "tokenizer of a --model"),
+        *(({"ids": [1], "max_tokens": value}, f"`max_tokens` is {value}") for value in (None, 0, True)),
         ({"ids": [], "max_tokens": 1}, "the prompt has no tokens"),
-        ({"ids": [-1], "max_tokens": 1}, "not a list of token ids"),
-        ({"ids": [2**32], "max_tokens": 1}, "not a list of token ids"),
-        ({"ids": "12", "max_tokens": 1}, "not a list of token ids"),
+        *(({"ids": ids, "max_tokens": 1}, "not a list of token ids") for ids in ([-1], [2**32], "12")),
     ],
 )
-def test_a_row_that_can_not_run_is_refused_with_its_line(tmp_path: Path, row: Any, message: str) -> None:
-    path = write_rows(tmp_path / "w.jsonl", row)
+def test_a_row_that_can_not_run_is_refused_with_its_line(file: Path, row: Any, message: str) -> None:
     with pytest.raises(UsageRefused) as refusal:
-        load_workload(path, None, None, None)
+        load_workload(write_rows(file, row), None, None, None)
     text = refusal.value.format_message()
-    assert message in text and text.startswith(str(path)) and "\n" not in text
-
-
-def test_a_workload_that_the_file_lacks_is_refused_with_those_it_has(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "w.jsonl", {"wl": "B", "ids": [1], "max_tokens": 1})
-    with pytest.raises(UsageRefused, match="no rows of workload 'A': it has B"):
-        load_workload(path, "A", None, None)
-    with pytest.raises(UsageRefused, match="no rows"):
-        load_workload(write_rows(tmp_path / "empty.jsonl"), None, None, None)
-
-
-def test_a_file_that_can_not_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageRefused, match="No such file"):
-        load_workload(tmp_path / "missing.jsonl", None, None, None)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageRefused, match="not UTF-8"):
-        load_workload(tmp_path / "binary", None, None, None)
-
-
-def test_levels_are_tokens_and_fan_out() -> None:
-    assert parse_levels("300:1, 200:8") == (Level(300, 1), Level(200, 8))
-    assert parse_levels("300") == (Level(300, 1),)
-
-
-@pytest.mark.parametrize("text", ["", "300:", "a:1", "300:1,", "0:1", "300:0", "-3:1", "1.5:2"])
-def test_levels_that_make_no_tree_are_refused(text: str) -> None:
-    with pytest.raises(UsageRefused, match="--levels"):
-        parse_levels(text)
-
-
-def test_lengths_are_a_number_a_range_or_a_range_with_a_mean() -> None:
-    assert parse_lengths("--x", "64") == Lengths(64, 64)
-    assert parse_lengths("--x", "8-512") == Lengths(8, 512)
-    assert parse_lengths("--x", "8-512:60.5") == Lengths(8, 512, 60.5)
+    assert message in text and text.startswith(str(file)) and "\n" not in text
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "8-", "512-8", "0-4", "8-512:", "8-512:600", "8-512:nan", "8-512:4"]
+    ("content", "message"),
+    [
+        (b'{"wl": "B", "ids": [1], "max_tokens": 1}', "no rows of workload 'A': it has B"),
+        (b"", "no rows"),
+        (b"\xff\xfe", "not UTF-8"),
+        (None, "No such file"),
+    ],
 )
-def test_lengths_that_are_no_range_are_refused(text: str) -> None:
-    with pytest.raises(UsageRefused, match="--x"):
-        parse_lengths("--x", text)
+def test_a_file_without_the_rows_that_are_wanted_is_refused(
+    file: Path, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageRefused, match=message):
+        load_workload(file, "A" if content else None, None, None)
 
 
-def test_a_shape_is_a_name_or_is_spelled_out() -> None:
+def test_levels_lengths_and_shapes_are_read_as_they_are_written() -> None:
+    assert parse_levels("300:1, 200:8") == (Level(300, 1), Level(200, 8))
+    assert parse_levels("300") == (Level(300, 1),)
+    assert parse_lengths("--x", "64") == Lengths(64, 64)
+    assert parse_lengths("--x", "8-512") == Lengths(8, 512)
+    assert parse_lengths("--x", "8-512:60.5") == Lengths(8, 512, 60.5)
     spelled = parse_shape("hidden=576,layers=30,heads=9,kv_heads=3,intermediate=1536,vocab=49152")
     assert spelled == parse_shape("smollm2-135m") == SHAPES["smollm2-135m"]
     assert spelled.head_dim == 64 and spelled.tie_embeddings
-    other = parse_shape(
-        "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,head_dim=32,context=99,tied=0"
-    )
+    other = parse_shape(f"{SMALL},head_dim=32,context=99,tied=0")
     assert (other.head_dim, other.context_size, other.tie_embeddings) == (32, 99, False)
+
+
+LEVELS = ("", "300:", "a:1", "300:1,", "0:1", "300:0", "-3:1", "1.5:2")
+LENGTHS = ("", "x", "8-", "512-8", "0-4", "8-512:", "8-512:600", "8-512:nan", "8-512:4")
+
+
+@pytest.mark.parametrize(("flag", "text"), [("--levels", t) for t in LEVELS] + [("--x", t) for t in LENGTHS])
+def test_levels_and_lengths_that_are_none_are_refused_by_their_flag(flag: str, text: str) -> None:
+    with pytest.raises(UsageRefused, match=flag):
+        parse_levels(text) if flag == "--levels" else parse_lengths(flag, text)
 
 
 def test_the_named_shapes_have_the_sizes_of_their_names() -> None:

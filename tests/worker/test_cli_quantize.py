@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.worker.cli.main import run_cli
 from gristmill.worker.show.quantize_progress import LayerProgress
 from tests.engine.tiny_models import build_tiny_model
+from tests.worker.conftest import Invoke
 
 
 @pytest.fixture(scope="module")
@@ -18,53 +18,43 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model") / "model", "llama")
 
 
-def test_it_says_the_group_size_and_why_and_the_bytes(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_cli(["quantize", str(model), "--to", "int4", "--output", str(tmp_path / "out")]) == 0
-    out, err = capsys.readouterr()
+def test_it_says_the_group_size_and_why_and_the_bytes(invoke: Invoke, model: Path, tmp_path: Path) -> None:
+    code, out, err = invoke("quantize", str(model), "--to", "int4", "--output", str(tmp_path / "out"))
+    assert code == 0, err
     assert "rtn int4, group size 32, the largest of 128, 64 and 32 that divides" in out
-    assert "(64, 96)" in out and "MB of weights" in out
-    assert "2/2 layers" in err
+    assert "(64, 96)" in out and "MB of weights" in out and "2/2 layers" in err
     assert "quantization_config" in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_rows_to_calibrate_with_choose_gptq(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_to_calibrate_with_choose_gptq(invoke: Invoke, model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"order {i} is late"}) + "\n" for i in range(200)))
-    words = ["quantize", str(model), "--to", "int4", "--output", str(tmp_path / "out")]
-    assert run_cli([*words, "--calibrate", str(rows), "--calibrate-tokens", "600"]) == 0
-    out = capsys.readouterr().out
+    words = ("--to", "int4", "--output", str(tmp_path / "out"), "--calibrate-tokens", "600")
+    code, out, err = invoke("quantize", str(model), *words, "--calibrate", str(rows))
+    assert code == 0, err
     assert "gptq int4" in out and f"calibrating with 512 tokens of {rows}" in out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--to", "int3"], "int3"),
-        (["--to", "int4", "--method", "rtn", "--calibrate", "x"], "--method rtn looks at no text"),
-        (["--to", "int4", "--group-size", "128"], "does not divide"),
-        (["--to", "int4", "--group-size", "0"], "--group-size"),
-        (["--to", "fp8", "--method", "gptq"], "--method gptq makes int4"),
-        (["--to", "int8", "--group-size", "32"], "one scale a row"),
-        (["--to", "int4", "--calibrate", "/nowhere.txt"], "can't be read"),
+        ("--to int3", "int3"),
+        ("--to int4 --method rtn --calibrate x", "--method rtn looks at no text"),
+        ("--to int4 --group-size 128", "does not divide"),
+        ("--to int4 --group-size 0", "--group-size"),
+        ("--to fp8 --method gptq", "--method gptq makes int4"),
+        ("--to int8 --group-size 32", "one scale a row"),
+        ("--to int4 --calibrate /nowhere.txt", "can't be read"),
+        ("--to int8", "no such model"),
     ],
 )
 def test_a_bad_word_is_one_line_and_exit_code_2(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    invoke: Invoke, model: Path, tmp_path: Path, words: str, message: str
 ) -> None:
-    assert run_cli(["quantize", str(model), "--output", str(tmp_path / "out"), *words]) == 2
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
+    path = str(tmp_path / "none") if "model" in message else str(model)
+    code, _, err = invoke("quantize", path, "--output", str(tmp_path / "out"), *words.split())
+    assert code == 2 and message in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["quantize", str(tmp_path / "none"), "--to", "int8", "--output", str(tmp_path / "out")]
-    assert run_cli(words) == 2
-    assert "no such model" in capsys.readouterr().err
 
 
 def test_progress_is_a_line_now_and_then_with_the_time_left() -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.engine.tiny_models import build_tiny_gguf, build_tiny_model
 from tests.worker.conftest import Invoke
 
+BUILD = "gristmill.worker.tools.compare.run.build_engine"
 PROMPTS = [
     ("en", "The app crashes when I open the settings page and I can't log in."),
     ("en", "My order has not arrived yet. Please tell me where it is."),
@@ -29,24 +31,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
     folder = tmp_path_factory.mktemp("models")
     first = build_tiny_model(folder / "first", "llama")
     second = build_tiny_model(folder / "second", "llama", num_hidden_layers=1)
-    shutil.copytree(second, folder / "third")
-    config = json.loads((folder / "third" / "tokenizer.json").read_text())
+    third = shutil.copytree(second, folder / "third")
+    config = json.loads((third / "tokenizer.json").read_text())
     vocabulary = config["model"]["vocab"]
-    names = {i: token for token, i in vocabulary.items()}
-    swapped = {names[10]: 11, names[11]: 10}
-    config["model"]["vocab"] = vocabulary | swapped
-    (folder / "third" / "tokenizer.json").write_text(json.dumps(config))
-    return [str(first), str(second), str(folder / "third")]
+    vocabulary |= {token: 21 - i for token, i in vocabulary.items() if i in (10, 11)}
+    (third / "tokenizer.json").write_text(json.dumps(config))
+    return [str(first), str(second), str(third)]
 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     path = tmp_path / "rows.jsonl"
-    lines = [
-        json.dumps({"kind": kind, "prompt": text, "custom_id": f"r{i}"})
-        for i, (kind, text) in enumerate(PROMPTS)
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines = [dict(kind=kind, prompt=text, custom_id=f"r{i}") for i, (kind, text) in enumerate(PROMPTS)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
@@ -83,29 +80,18 @@ def test_two_models_are_held_against_each_other_and_the_files_say_the_same(
     invoke: Invoke, models: Sequence[str], rows: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    payload = run_json(
-        invoke,
-        models[0],
-        f"{models[1]},dtype=float32",
-        "--rows",
-        str(rows),
-        "--language",
-        "kind",
-        "--output",
-        str(out),
-    )
+    words = ("--rows", str(rows), "--language", "kind", "--output", str(out))
+    payload = run_json(invoke, models[0], f"{models[1]},dtype=float32", *words)
+    overall, found = payload["overall"], payload["overall"]["perplexity"]
     assert set(payload["by_language"]) == {"en", "vi", "arithmetic"}
-    overall = payload["overall"]
     assert overall["kl"]["mean"] > 0 and overall["same"] < 1
-    found = overall["perplexity"]
     assert found["a_under_a"] < found["a_under_b"] and found["b_under_b"] < found["b_under_a"]
     pairs = pq.read_table(out / "pairs.parquet").to_pylist()
     assert [pair["prompt"] for pair in pairs] == [text for _, text in PROMPTS]
     assert [pair["custom_id"] for pair in pairs] == [f"r{i}" for i in range(5)]
     tokens = sum(pair["tokens_a"] for pair in pairs)
-    assert tokens == overall["tokens"]["a"]
     kl = sum(pair["kl_mean"] * pair["tokens_a"] for pair in pairs) / tokens
-    assert kl == pytest.approx(overall["kl"]["mean"], rel=1e-5)
+    assert (tokens, kl) == (overall["tokens"]["a"], pytest.approx(overall["kl"]["mean"], rel=1e-5))
     assert json.loads((out / "summary.json").read_text()) == payload
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "Đơn hàng" in page or "My order" in page
@@ -143,36 +129,34 @@ def test_the_table_is_printed_and_the_limit_and_the_template_hold(
 def test_an_interrupted_comparison_writes_nothing_and_says_so(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, models: Sequence[str], rows: Path, tmp_path: Path
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("gristmill.worker.tools.compare.run.build_engine", interrupt)
+    monkeypatch.setattr(BUILD, Mock(side_effect=KeyboardInterrupt))
     words = ("--rows", str(rows), "--output", str(tmp_path / "out"))
     code, _, err = invoke("compare", models[0], models[1], *words)
-    assert (code, err) == (
-        130,
-        "gristmill: interrupted; nothing was written, the same command starts again\n",
-    )
-    assert not (tmp_path / "out").exists()
+    assert code == 130 and "nothing was written, the same command starts again" in err
+    assert err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--rows", "missing.jsonl"), "input 'missing.jsonl': no such file"),
+        ("--rows missing.jsonl", "input 'missing.jsonl': no such file"),
+        ("--language tongue", "--language 'tongue': no such column; the columns are custom_id"),
+        ("--prompt {{nothing}}", "uses the column 'nothing'"),
+        ("--prompt {{", "--prompt, line 1"),
+        ("--messages kind", "no row can become a prompt; the first: column 'kind'"),
+        ("--choices yes", "--choices 'yes': give two or more"),
+        ("--max-tokens 0", "max_tokens is 0"),
+        ("--limit 0", "limit is 0"),
+        ("--rows EMPTY", "no rows to compare"),
+        ("--output ROWS", "is not a folder"),
+        ("--prompt x --messages y", "exclude each other"),
+        ("--to /nowhere", "/nowhere: no such model"),
+        ("--to null:", "the null engine has no weights"),
         (
-            ("--rows", "{rows}", "--language", "tongue"),
-            "--language 'tongue': no such column; the columns are custom_id",
+            "--to MODEL,quantization=int3",
+            "B: quantization='int3' is not known; choose one of auto, none, int4",
         ),
-        (("--rows", "{rows}", "--prompt", "{{ nothing }}"), "uses the column 'nothing'"),
-        (("--rows", "{rows}", "--prompt", "{{"), "--prompt, line 1"),
-        (("--rows", "{rows}", "--messages", "kind"), "no row can become a prompt; the first: column 'kind'"),
-        (("--rows", "{rows}", "--choices", "yes"), "--choices 'yes': give two or more"),
-        (("--rows", "{rows}", "--max-tokens", "0"), "max_tokens is 0"),
-        (("--rows", "{rows}", "--limit", "0"), "limit is 0"),
-        (("--rows", "{empty}"), "no rows to compare"),
-        (("--rows", "{rows}", "--output", "{rows}"), "is not a folder"),
-        (("--rows", "{rows}", "--prompt", "x", "--messages", "y"), "exclude each other"),
+        ("--to MODEL,fp8", "B: 'fp8' is not k=v"),
     ],
 )
 def test_what_can_not_be_compared_is_one_line_and_exit_code_2_before_any_work(
@@ -180,36 +164,20 @@ def test_what_can_not_be_compared_is_one_line_and_exit_code_2_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     models: Sequence[str],
     rows: Path,
-    tmp_path: Path,
-    words: tuple[str, ...],
+    words: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr(
-        "gristmill.worker.tools.compare.run.build_engine", lambda *_: pytest.fail("an engine was built")
-    )
-    empty = tmp_path / "empty.jsonl"
+    empty = rows.with_name("empty.jsonl")
     empty.touch()
-    filled = [word.replace("{rows}", str(rows)).replace("{empty}", str(empty)) for word in words]
-    code, out, err = invoke("compare", models[0], models[1], *filled)
+    for name, value in {"ROWS": str(rows), "EMPTY": str(empty), "MODEL": models[1]}.items():
+        words = words.replace(name, value)
+    if (second := words.removeprefix("--to ")) != words:
+        sides, given = [models[0], second], [f"--output={rows.parent}/out"]
+    else:  # a side is judged as its engine is built, the words before
+        monkeypatch.setattr(BUILD, lambda *_: pytest.fail("an engine was built"))
+        sides, given = list(models[:2]), words.split()
+    given += [] if "--rows" in given else ["--rows", str(rows)]
+    code, out, err = invoke("compare", *sides, *given)
     assert (code, out) == (2, ""), err
     assert message in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("side", "message"),
-    [
-        ("/nowhere", "/nowhere: no such model"),
-        ("null:", "the null engine has no weights"),
-        ("{model},quantization=int3", "B: quantization='int3' is not known; choose one of auto, none, int4"),
-        ("{model},fp8", "B: 'fp8' is not k=v"),
-    ],
-)
-def test_a_side_that_can_not_run_is_refused_and_nothing_is_written(
-    invoke: Invoke, models: Sequence[str], rows: Path, tmp_path: Path, side: str, message: str
-) -> None:
-    out = tmp_path / "out"
-    words = ("--rows", str(rows), "--output", str(out))
-    code, text, err = invoke("compare", models[0], side.replace("{model}", models[1]), *words)
-    assert (code, text) == (2, ""), err
-    assert message in err and err.count("\n") == 1
-    assert not out.exists()
+    assert not (rows.parent / "out").exists()

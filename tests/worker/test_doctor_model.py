@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import prod
 
 import pytest
@@ -80,32 +80,26 @@ def test_smollm2_takes_five_bits_a_weight_and_its_head_is_the_embedding(smollm2_
 def test_what_is_counted_from_headers_is_what_loading_takes(smollm2_path: str) -> None:
     checkpoint = load_checkpoint(smollm2_path)
     loaded: Counter[str] = Counter()
+    words = {"embed": "embedding", "attn": "attention", "mlp": "mlp"}
     for name, weight in iterate_weights(checkpoint, torch.bfloat16):
-        part = next((p for p in ("embed", "attn", "mlp") if p in name and "norm" not in name), "norms")
+        part = next((words[p] for p in words if p in name and "norm" not in name), "norms")
         is_code = isinstance(weight, QuantizedTensor)
         loaded[part] += weight.num_bytes if is_code else weight.numel() * weight.element_size()
     size = measure_model(checkpoint, "bfloat16")
-    found = {part.part: part.num_bytes for part in size.parts if not part.is_shared}
-    assert [found[part] for part in ("embedding", "attention", "mlp", "norms")] == [
-        loaded[part] for part in ("embed", "attn", "mlp", "norms")
-    ]
+    assert {part.part: part.num_bytes for part in size.parts if not part.is_shared} == loaded
     assert size.num_bytes == loaded.total()
 
 
-def test_floats_are_counted_in_the_type_they_are_loaded_in() -> None:
-    assert parts_of(build_checkpoint({"norm": "F32"}), "bfloat16") == [
-        PartSize("embedding", "bfloat16", "bfloat16", 256_000, 512_000),
-        PartSize(
-            "attention", "bfloat16", "bfloat16", *(n * (ATTENTION_WEIGHTS + ATTENTION_BIASES) for n in (1, 2))
-        ),
-        PartSize("mlp", "bfloat16", "bfloat16", MLP_WEIGHTS, 2 * MLP_WEIGHTS),
-        PartSize("head", "bfloat16", "bfloat16", 256_000, 512_000),
-        PartSize("norms", "float32", "bfloat16", NORM_WEIGHTS, 2 * NORM_WEIGHTS),
+@pytest.mark.parametrize(("dtype", "value_bytes"), [("bfloat16", 2), ("float32", 4)])
+def test_floats_are_counted_in_the_type_they_are_loaded_in(dtype: str, value_bytes: int) -> None:
+    size = measure_model(build_checkpoint({"norm": "F32"}), dtype)
+    attention = ATTENTION_WEIGHTS + ATTENTION_BIASES
+    weights = dict(embedding=256_000, attention=attention, mlp=MLP_WEIGHTS, head=256_000, norms=NORM_WEIGHTS)
+    assert list(size.parts) == [
+        PartSize(part, "float32" if part == "norms" else "bfloat16", dtype, count, value_bytes * count)
+        for part, count in weights.items()
     ]
-    size = measure_model(build_checkpoint({}), "float32")
-    assert {part.loaded_as for part in size.parts} == {"float32"}
-    assert (size.kv_dtype, size.kv_bytes_per_token) == ("float32", 2 * 2 * 2 * 64 * 4)
-    assert measure_model(build_checkpoint({}), "bfloat16").kv_bytes_per_token == 2 * 2 * 2 * 64 * 2
+    assert (size.kv_dtype, size.kv_bytes_per_token) == (dtype, 2 * 2 * 2 * 64 * value_bytes)
 
 
 def test_a_part_of_several_types_has_a_line_for_each() -> None:
@@ -117,43 +111,37 @@ def test_a_part_of_several_types_has_a_line_for_each() -> None:
     ]
 
 
-def test_a_tied_head_of_floats_is_packed_and_counted_beside_the_embedding() -> None:
-    size = measure_model(build_checkpoint({}, tie_embeddings=True), "float32")
-    head = next(part for part in size.parts if part.part == "head")
-    assert head == PartSize("head", "bfloat16", "float32", 256_000, 1_024_000)
-    tied = measure_model(build_checkpoint({"embed": "Q8_0"}, tie_embeddings=True), "float32")
-    assert size.num_bytes - tied.num_bytes == 2 * 1_024_000 - 272_000
-
-
 def test_a_norm_in_blocks_is_no_matrix_and_loaded_as_floats() -> None:
     found = parts_of(build_checkpoint({"model.norm": "Q8_0"}))
     assert found[-1] == PartSize("norms", "q8_0", "float32", 256, 1024)
 
 
+def test_a_tied_head_of_floats_is_packed_and_counted_beside_the_embedding() -> None:
+    size = measure_model(build_checkpoint({}, tie_embeddings=True), "float32")
+    assert PartSize("head", "bfloat16", "float32", 256_000, 1_024_000) in size.parts
+    tied = measure_model(build_checkpoint({"embed": "Q8_0"}, tie_embeddings=True), "float32")
+    assert size.num_bytes - tied.num_bytes == 2 * 1_024_000 - 272_000
+
+
 def test_a_weight_of_several_tensors_takes_the_bytes_of_all() -> None:
     plain = build_checkpoint({})
     tensors = dict(plain.tensors)
-    for name, source in plain.tensors.items():
-        if ".mlp." in name:
-            rows, columns = source.shape
-            codes = TensorSource("model", 0, rows * columns // 2, (columns // 8, rows), "I32")
-            scales = TensorSource("model", 0, rows * columns // 64, (columns // 128, rows), "F16")
-            scheme = MadeUpScheme("gptq int4 g128")
-            tensors[name] = QuantizedSource(scheme, {"qweight": codes, "scales": scales}, source.shape)  # type: ignore[arg-type]
+    for name, (rows, columns) in ((n, source.shape) for n, source in plain.tensors.items() if ".mlp." in n):
+        codes = TensorSource("model", 0, rows * columns // 2, (columns // 8, rows), "I32")
+        scales = TensorSource("model", 0, rows * columns // 64, (columns // 128, rows), "F16")
+        parts = {"qweight": codes, "scales": scales}
+        tensors[name] = QuantizedSource(MadeUpScheme("gptq int4 g128"), parts, (rows, columns))  # type: ignore[arg-type]
     size = measure_model(replace(plain, tensors=tensors), "bfloat16")
     (mlp,) = [part for part in size.parts if part.part == "mlp"]
     assert mlp == PartSize("mlp", "gptq int4 g128", "gptq int4 g128", MLP_WEIGHTS, MLP_WEIGHTS * 33 // 64)
     assert mlp.bits_per_weight == 4.125
-    assert "mlp" in (line := list(to_size_lines(size))[2]) and line.endswith(
-        "4.12 bits a weight, gptq int4 g128"
-    )
+    assert list(to_size_lines(size))[2].endswith("4.12 bits a weight, gptq int4 g128")
 
 
 def test_the_sizes_stand_under_the_models_line_and_in_the_payload() -> None:
-    checkpoint = build_checkpoint(
-        {"proj.weight": "Q4_1", "embed": "Q8_0"}, tie_embeddings=True, qkv_bias=False
-    )
-    check = Check("model", "ok", "a model", size=measure_model(checkpoint, "float32"))
+    types = {"proj.weight": "Q4_1", "embed": "Q8_0"}
+    size = measure_model(build_checkpoint(types, tie_embeddings=True, qkv_bias=False), "float32")
+    check = Check("model", "ok", "a model", size=size)
     assert to_checks_text([check]).splitlines() == [
         "ok    model            a model",
         f"{'':<23}embedding          0.3 MiB  8.50 bits a weight, q8_0 as int8",
@@ -164,20 +152,11 @@ def test_the_sizes_stand_under_the_models_line_and_in_the_payload() -> None:
         f"{'':<23}all weights        1.0 MiB",
         f"{'':<23}KV cache         2,048 bytes a token, float32",
     ]
-    (found,) = to_checks_payload([check])["checks"]
-    assert found["size"]["parts"][1] == {
-        "part": "attention",
-        "type": "q4_1",
-        "loaded_as": "int4",
-        "num_weights": ATTENTION_WEIGHTS,
-        "num_bytes": ATTENTION_WEIGHTS * 5 // 8,
-        "is_shared": False,
-        "bits_per_weight": 5.0,
-    }
-    assert (
-        found["size"]["num_bytes"] == 272_000 + (ATTENTION_WEIGHTS + MLP_WEIGHTS) * 5 // 8 + NORM_WEIGHTS * 4
-    )
-    assert (found["size"]["kv_dtype"], found["size"]["kv_bytes_per_token"]) == ("float32", 2048)
+    found = to_checks_payload([check])["checks"][0]["size"]
+    attention = PartSize("attention", "q4_1", "int4", ATTENTION_WEIGHTS, ATTENTION_WEIGHTS * 5 // 8)
+    assert found["parts"][1] == asdict(attention) | {"bits_per_weight": 5.0}
+    assert found["num_bytes"] == 272_000 + (ATTENTION_WEIGHTS + MLP_WEIGHTS) * 5 // 8 + NORM_WEIGHTS * 4
+    assert (found["kv_dtype"], found["kv_bytes_per_token"]) == ("float32", 2048)
 
 
 @pytest.mark.parametrize("check", [Check("disk", "ok", "lots"), check_model("null:")])

@@ -18,33 +18,22 @@ def format_record(name: str, text: str, **facts: object) -> str:
 
 def test_our_record_is_a_line_with_its_facts() -> None:
     line = format_record("gristmill.worker.serve.serve", "the worker is up", models="m", num_shards=2)
-    assert (
-        line
-        == "2027-01-15T08:00:00Z WARNING gristmill.worker.serve.serve: the worker is up models=m num_shards=2"
-    )
+    head = "2027-01-15T08:00:00Z WARNING gristmill.worker.serve.serve: "
+    assert line == f"{head}the worker is up models=m num_shards=2"
 
 
 def test_of_a_library_only_the_first_line_is_kept() -> None:
-    error = ValueError("private")
-    line = format_record(
-        "celery.app.trace",
-        "Task failed\nwith (private)",
-        data={"kwargs": "private"},
-        exc_info=(ValueError, error, None),
-    )
+    facts = {"data": {"kwargs": "private"}, "exc_info": (ValueError, ValueError("private"), None)}
+    line = format_record("celery.app.trace", "Task failed\nwith (private)", **facts)
     assert line.endswith("celery.app.trace: Task failed")
     assert len(format_record("kombu", "x" * 9999)) < 400
 
 
 def test_our_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = ValueError("no\nway")
-    assert format_record("gristmill.jobs.x", "failed", exc_info=(ValueError, error, None)).endswith(
-        "failed (ValueError: no way)"
-    )
+    error = (ValueError, ValueError("no\nway"), None)
+    assert format_record("gristmill.x", "failed", exc_info=error).endswith("failed (ValueError: no way)")
     monkeypatch.setenv("GRISTMILL_TRACEBACK", "1")
-    assert "\nValueError: no" in format_record(
-        "gristmill.jobs.x", "failed", exc_info=(ValueError, error, None)
-    )
+    assert "\nValueError: no" in format_record("gristmill.x", "failed", exc_info=error)
 
 
 @pytest.mark.parametrize(

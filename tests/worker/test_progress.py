@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from rich.console import Console
@@ -21,27 +23,26 @@ from gristmill.worker.show.progress import (
 from gristmill.worker.show.tables import to_duration_text
 
 
+@dataclass
 class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
+    now: float = 100.0
 
     def __call__(self) -> float:
         return self.now
 
 
 class Terminal(io.StringIO):
+    def __init__(self, error: OSError | None = None) -> None:
+        super().__init__()
+        self._error = error
+
     def isatty(self) -> bool:
         return True
 
-
-class ClosedPipe(io.StringIO):
     def write(self, text: str) -> int:
-        raise BrokenPipeError
-
-
-class ClosedTerminal(Terminal):
-    def write(self, text: str) -> int:
-        raise OSError(5, "Input/output error")
+        if self._error is not None:
+            raise self._error
+        return super().write(text)
 
 
 def build_progress(done: int, **figures: float) -> Progress:
@@ -60,10 +61,26 @@ def meter(clock: FakeClock) -> ProgressMeter:
     return meter
 
 
+@pytest.fixture
+def stream() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def plain(stream: io.StringIO, clock: FakeClock) -> PlainDisplay:
+    display = PlainDisplay(stream, clock)
+    display.start(1000, 0, "job_a")
+    return display
+
+
 def show(meter: ProgressMeter, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(to_live_line(meter, width))
-    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(to_live_line(meter, width))
+    return stream.getvalue()
+
+
+def build_live(terminal: Terminal, clock: FakeClock) -> LiveDisplay:
+    return LiveDisplay(Console(file=terminal, force_terminal=True, width=100, color_system=None), clock)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +91,7 @@ def show(meter: ProgressMeter, width: int) -> str:
         (59.6, "1:00"),
         (725, "12:05"),
         (11045, "3:04:05"),
-        (86400 * 2 + 11045, "2 d 03:04:05"),
+        (183845, "2 d 03:04:05"),
     ],
 )
 def test_durations_read_as_a_clock(seconds: float, text: str) -> None:
@@ -97,26 +114,31 @@ def test_a_moving_rate_keeps_few_samples_however_often_it_is_fed() -> None:
     assert rate.per_s() == pytest.approx(1000, rel=0.02)
 
 
-def test_time_left_follows_the_recent_row_rate(meter: ProgressMeter, clock: FakeClock) -> None:
-    for second in range(1, 101):
-        clock.now = 100.0 + second
-        meter.update(build_progress(second))
-    assert meter.left_s() == pytest.approx(900)
-
-
-def test_time_left_is_unknown_before_a_row_is_done(meter: ProgressMeter, clock: FakeClock) -> None:
-    clock.now += 30
-    meter.update(build_progress(0))
-    assert meter.left_s() is None
-    assert "time left unknown" in to_plain_line(meter)
-
-
-def test_time_left_counts_only_rows_of_this_run(clock: FakeClock) -> None:
+@pytest.mark.parametrize(
+    ("first_rows", "updates", "left_s", "tokens_per_s"),
+    [
+        pytest.param(0, [(s, s, 50 * s) for s in range(1, 101)], 900, 50, id="by the recent rates"),
+        pytest.param(0, [(30, 0, 0)], None, 0, id="unknown before a row is done"),
+        pytest.param(0, [(2, 1000, 500)], 0, 250, id="a job that ends at once has a rate"),
+        pytest.param(900, [(10, 910, 0)], 90, None, id="only rows of this run count"),
+        pytest.param(900, [(1, 901, 90_000), (11, 911, 90_100)], 89, 10, id="and only its tokens"),
+    ],
+)
+def test_the_time_left_and_the_token_rate_are_measured(
+    clock: FakeClock,
+    first_rows: int,
+    updates: list[tuple[int, int, int]],
+    left_s: float | None,
+    tokens_per_s: float | None,
+) -> None:
     meter = ProgressMeter(clock)
-    meter.start(1000, 900, "job_a")
-    clock.now += 10
-    meter.update(build_progress(910))
-    assert meter.left_s() == pytest.approx(90)
+    meter.start(1000, first_rows, "job_a")
+    for second, rows, tokens in updates:
+        clock.now = 100.0 + second
+        meter.update(build_progress(rows, completion_tokens=tokens))
+    assert meter.left_s() == (None if left_s is None else pytest.approx(left_s))
+    assert meter.tokens_per_s() == (None if tokens_per_s is None else pytest.approx(tokens_per_s))
+    assert ("time left unknown" in to_plain_line(meter)) == (left_s is None)
 
 
 def test_a_plain_line_has_every_figure(meter: ProgressMeter, clock: FakeClock) -> None:
@@ -126,28 +148,6 @@ def test_a_plain_line_has_every_figure(meter: ProgressMeter, clock: FakeClock) -
     assert to_plain_line(meter) == (
         "job_a: 100/1,000 rows (10%), 3 failed, 1,234 tokens/s, 25% of prompt tokens saved, 1:30 left"
     )
-
-
-def test_the_token_rate_is_measured_when_none_is_given(meter: ProgressMeter, clock: FakeClock) -> None:
-    for second in range(10):
-        clock.now = 100.0 + second
-        meter.update(build_progress(second, completion_tokens=50 * second))
-    assert meter.tokens_per_s() == pytest.approx(50)
-
-
-def test_a_job_that_ends_at_once_still_has_a_token_rate(meter: ProgressMeter, clock: FakeClock) -> None:
-    clock.now += 2
-    meter.update(build_progress(1000, completion_tokens=500))
-    assert meter.tokens_per_s() == pytest.approx(250)
-
-
-def test_tokens_of_an_earlier_run_are_no_speed(clock: FakeClock) -> None:
-    meter = ProgressMeter(clock)
-    meter.start(1000, 900, "job_a")
-    for second, tokens in ((1, 90_000), (11, 90_100)):
-        clock.now = 100.0 + second
-        meter.update(build_progress(900 + second, completion_tokens=tokens))
-    assert meter.tokens_per_s() == pytest.approx(10)
 
 
 def test_a_job_of_no_rows_is_done(clock: FakeClock) -> None:
@@ -164,113 +164,106 @@ def test_the_live_line_never_wraps(meter: ProgressMeter, width: int) -> None:
     assert len(text.rstrip("\n")) <= width
 
 
-def test_the_live_line_shows_all_of_it_on_a_wide_terminal(meter: ProgressMeter) -> None:
+@pytest.mark.parametrize(
+    ("job_id", "width", "shown", "left_out"),
+    [
+        ("job_a", 120, "job_a|━|123/1,000 rows|4 failed|321 tok/s|50% saved|left", ""),
+        ("job_a", 30, "123/1,000 rows|left", "job_a|━"),
+        ("job_01m8ktr7m0nt2btp4vc2w9ynmn", 80, "━|123/1,000 rows", "job_01"),
+        ("job_01m8ktr7m0nt2btp4vc2w9ynmn", 120, "━|job_01", ""),
+    ],
+)
+def test_the_live_line_shows_what_fits_rows_and_time_first_the_id_last(
+    meter: ProgressMeter, job_id: str, width: int, shown: str, left_out: str
+) -> None:
+    meter.start(1000, 0, job_id)
     meter.update(build_progress(123, rows_failed=4, tokens_per_s=321.0, prompt_tokens=10, cached_tokens=5))
-    text = show(meter, 120)
-    for word in ("job_a", "━", "123/1,000 rows", "4 failed", "321 tok/s", "50% saved", "left"):
-        assert word in text
+    text = show(meter, width)
+    assert all(word in text for word in shown.split("|")), text
+    assert not any(word in text for word in left_out.split("|") if word), text
 
 
-def test_the_bar_is_kept_before_a_long_job_id(clock: FakeClock) -> None:
-    meter = ProgressMeter(clock)
-    meter.start(1000, 500, "job_01m8ktr7m0nt2btp4vc2w9ynmn")
-    assert "━" in show(meter, 80)
-    assert "job_01" not in show(meter, 80)
-    assert "━" in show(meter, 120)
-    assert "job_01" in show(meter, 120)
-
-
-def test_a_narrow_terminal_keeps_the_rows_and_the_time_left(meter: ProgressMeter) -> None:
-    text = show(meter, 30)
-    assert "0/1,000 rows" in text
-    assert "left" in text
-    assert "job_a" not in text
-
-
-def test_plain_lines_come_every_five_seconds_and_at_the_end(clock: FakeClock) -> None:
-    stream = io.StringIO()
-    display = PlainDisplay(stream, clock)
-    display.start(1000, 0, "job_a")
+def test_plain_lines_come_every_five_seconds_and_at_the_end_once(
+    plain: PlainDisplay, stream: io.StringIO, clock: FakeClock
+) -> None:
     for tenth in range(124):
         clock.now = 100.0 + tenth / 10
-        display.update(build_progress(tenth))
-    display.stop()
-    done = [line.split()[1] for line in stream.getvalue().splitlines()]
-    assert done == ["50/1,000", "100/1,000", "123/1,000"]
+        plain.update(build_progress(tenth))
+    plain.stop()
+    plain.stop()
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == [
+        "50/1,000",
+        "100/1,000",
+        "123/1,000",
+    ]
 
 
-def test_a_plain_end_is_not_printed_twice(clock: FakeClock) -> None:
-    stream = io.StringIO()
-    display = PlainDisplay(stream, clock)
-    display.start(1000, 0, "job_a")
+def test_a_plain_end_that_was_due_is_not_printed_twice(
+    plain: PlainDisplay, stream: io.StringIO, clock: FakeClock
+) -> None:
     clock.now += 6
-    display.update(build_progress(1000))
-    display.stop()
-    display.stop()
+    plain.update(build_progress(1000))
+    plain.stop()
     assert stream.getvalue().count("\n") == 1
 
 
-def test_a_note_before_the_start_is_a_line(clock: FakeClock) -> None:
-    stream = io.StringIO()
+def test_a_note_before_the_start_is_a_line(stream: io.StringIO, clock: FakeClock) -> None:
     display = PlainDisplay(stream, clock)
     display.note("loading the model")
     display.stop()
     assert stream.getvalue() == "loading the model\n"
 
 
-def test_a_display_outlives_its_stream(clock: FakeClock) -> None:
-    display = PlainDisplay(ClosedPipe(), clock)
-    display.start(1000, 0, "job_a")
-    display.note("one")
-    display.note("two")
-    display.update(build_progress(5))
-    display.stop()
-
-
-def test_a_live_display_outlives_its_terminal(clock: FakeClock) -> None:
-    display = LiveDisplay(Console(file=ClosedTerminal(), force_terminal=True, width=100), clock)
+@pytest.mark.parametrize(
+    ("build", "error"), [(PlainDisplay, BrokenPipeError()), (build_live, OSError(5, "I/O"))]
+)
+def test_a_display_outlives_its_stream(
+    clock: FakeClock, build: Callable[[Terminal, FakeClock], Display], error: OSError
+) -> None:
+    display = build(Terminal(error), clock)
     for _ in range(2):
         display.start(1000, 0, "job_a")
         display.note("one")
-        clock.now += 1
+        clock.now += 6
         display.update(build_progress(5))
         display.stop()
 
 
 def test_the_live_line_is_redrawn_at_most_ten_times_a_second(clock: FakeClock) -> None:
-    console = Console(file=Terminal(), force_terminal=True, width=100)
-    display = LiveDisplay(console, clock)
+    display = build_live(terminal := Terminal(), clock)
     display.start(1000, 0, "job_a")
     for step in range(1000):
         clock.now = 100.0 + step / 1000
         display.update(build_progress(step))
     display.stop()
-    assert 8 <= console.file.getvalue().count("rows") <= 16  # type: ignore[attr-defined]
+    assert 8 <= terminal.getvalue().count("rows") <= 16
 
 
 def test_a_note_stands_above_the_live_line(clock: FakeClock) -> None:
-    console = Console(file=Terminal(), force_terminal=True, width=100, color_system=None)
-    display = LiveDisplay(console, clock)
+    display = build_live(terminal := Terminal(), clock)
     display.start(1000, 0, "job_a")
     display.note("engine restarted [1 of 3]")
     display.stop()
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = terminal.getvalue()
     assert "engine restarted [1 of 3]\n" in text
     assert text.rindex("0/1,000 rows") > text.index("engine restarted")
 
 
-def test_a_terminal_gets_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    assert isinstance(build_display(Terminal()), LiveDisplay)
-
-
-@pytest.mark.parametrize(("term", "stream"), [("dumb", Terminal()), ("xterm", io.StringIO())])
-def test_plain_lines_where_nothing_can_be_redrawn(
-    monkeypatch: pytest.MonkeyPatch, term: str, stream: io.StringIO
+@pytest.mark.parametrize(
+    ("term", "stream", "kind"),
+    [
+        ("xterm-256color", Terminal(), LiveDisplay),
+        ("dumb", Terminal(), PlainDisplay),
+        ("xterm", io.StringIO(), PlainDisplay),
+    ],
+)
+def test_a_live_line_where_it_can_be_redrawn_else_plain_ones(
+    monkeypatch: pytest.MonkeyPatch, term: str, stream: io.StringIO, kind: type[Display]
 ) -> None:
     monkeypatch.setenv("TERM", term)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert isinstance(build_display(stream), PlainDisplay)
+    if kind is PlainDisplay:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    assert type(build_display(stream)) is kind
 
 
 def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:

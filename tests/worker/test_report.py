@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -62,30 +63,22 @@ COMPLETED = JobStatus(
     percentiles=PERCENTILES,
     shards={"done": 5},
 )
+NOTHING: dict[str, Any] = dict.fromkeys(
+    ("rows_done", "completed", "failed", "skipped", "prompt_tokens", "completion_tokens", "cached_tokens"), 0
+) | dict.fromkeys(
+    ("started_at", "finished_at", "rows_per_s", "tokens_per_s", "completion_tokens_per_s", "saved_tokens_share",
+     "kv_waste", "step_budget_utilization")
+)  # fmt: skip
 EMPTY = replace(
     COMPLETED,
     state="in_progress",
-    started_at=None,
-    finished_at=None,
     elapsed_s=0.0,
-    rows_done=0,
-    completed=0,
-    failed=0,
-    skipped=0,
     not_run=1200,
     errors_by_code={},
     finish_reasons={},
-    prompt_tokens=0,
-    completion_tokens=0,
-    cached_tokens=0,
-    rows_per_s=None,
-    tokens_per_s=None,
-    completion_tokens_per_s=None,
-    saved_tokens_share=None,
     preemptions=0,
-    kv_waste=None,
-    step_budget_utilization=None,
     percentiles={name: dict.fromkeys(("p50", "p95", "p99")) for name in PERCENTILES},
+    **NOTHING,
 )
 SUBMITTED = replace(
     EMPTY,
@@ -100,6 +93,8 @@ SUBMITTED = replace(
     num_workers=2,
     is_live=True,
 )
+HELD = replace(EMPTY, owner="process 12 on box")
+RESUMABLE = ("failed", "cancelled", "expired", "in_progress", "finalizing")
 WORKER = WorkerRecord(
     worker_id="w1",
     owner=Owner("box/4026", "boot", 12, 99),
@@ -141,28 +136,47 @@ def test_a_job_that_did_nothing_yet_shows_no_empty_figures() -> None:
     assert "1,200 not run" in text
 
 
-def test_a_live_job_tells_the_time_left_and_who_works_on_it() -> None:
-    status = replace(EMPTY, elapsed_s=10.0, eta_s=75.0, owner="process 12 on box")
-    first = to_status_text(status, is_live=True).splitlines()[0]
-    assert first == "job_a  in_progress after 10.0 s, 1:15 left, process 12 on box"
-    assert to_resume_command(status, is_live=True) is None
+@pytest.mark.parametrize(
+    ("status", "is_live", "line"),
+    [
+        (
+            replace(HELD, elapsed_s=10.0, eta_s=75.0),
+            True,
+            "in_progress after 10.0 s, 1:15 left, process 12 on box",
+        ),
+        (HELD, False, "in_progress after 0.0 s, no process works on it"),
+        (
+            replace(EMPTY, state="failed", message="12 rows failed"),
+            False,
+            "failed after 0.0 s: 12 rows failed",
+        ),
+        (SUBMITTED, None, "in_progress after 10.0 s, 2 workers, 1:15 left"),
+    ],
+)
+def test_the_first_line_says_how_far_the_job_is_and_who_works_on_it(
+    status: JobStatus, is_live: bool | None, line: str
+) -> None:
+    assert to_status_text(status, is_live).splitlines()[0] == f"job_a  {line}"
 
 
-def test_a_job_whose_process_is_gone_says_so_and_how_to_go_on() -> None:
-    text = to_status_text(replace(EMPTY, owner="process 12 on box"), is_live=False)
-    assert text.startswith("job_a  in_progress after 0.0 s, no process works on it\n")
-    assert text.endswith("  go on with    gristmill resume job_a")
+@pytest.mark.parametrize(
+    ("status", "is_live", "can_resume"),
+    [
+        *((replace(EMPTY, state=state), False, True) for state in RESUMABLE),
+        (EMPTY, True, False),
+        (COMPLETED, False, False),
+        (SUBMITTED, False, False),
+        (replace(SUBMITTED, state="expired"), False, True),
+    ],
+)
+def test_what_can_be_resumed_says_how(status: JobStatus, is_live: bool, can_resume: bool) -> None:
+    command = "gristmill resume job_a" if can_resume else None
+    assert to_resume_command(status, is_live) == to_status_payload(status, is_live)["resume"] == command
+    assert ("\n  go on with    gristmill resume job_a" in to_status_text(status, is_live)) == can_resume
 
 
-@pytest.mark.parametrize("state", ["failed", "cancelled", "expired", "in_progress", "finalizing"])
-def test_what_can_be_resumed_says_how(state: str) -> None:
-    assert to_resume_command(replace(EMPTY, state=state), is_live=False) == "gristmill resume job_a"
-
-
-def test_a_submitted_job_shows_its_workers_and_what_was_asked_for() -> None:
-    first, _, queue, *_ = to_status_text(SUBMITTED).splitlines()
-    assert first == "job_a  in_progress after 10.0 s, 2 workers, 1:15 left"
-    assert queue == (
+def test_a_submitted_job_shows_what_was_asked_for() -> None:
+    assert to_status_text(SUBMITTED).splitlines()[2] == (
         "  queue         high priority, not before 2025-10-09T08:53:20Z, deadline 2025-10-09T09:53:20Z, key night-12"
     )
     assert "queue " not in to_status_text(replace(SUBMITTED, runner="local")).partition("queue wait")[0]
@@ -192,16 +206,19 @@ def test_a_submitted_job_says_who_works_on_it(
     assert words in to_status_text(status).splitlines()[0]
 
 
-def test_a_submitted_job_without_a_worker_is_not_to_be_resumed() -> None:
-    assert to_resume_command(replace(SUBMITTED, is_live=False), is_live=False) is None
-    assert to_resume_command(replace(SUBMITTED, state="expired"), is_live=False) == "gristmill resume job_a"
-
-
-def test_failed_rows_of_a_job_that_is_over_can_be_tried_again() -> None:
-    assert to_retry_command(COMPLETED) == "gristmill retry job_a"
-    assert to_retry_command(replace(COMPLETED, state="expired")) == "gristmill retry job_a"
-    assert to_retry_command(replace(COMPLETED, state="in_progress")) is None
-    assert to_retry_command(replace(COMPLETED, failed=0)) is None
+@pytest.mark.parametrize(
+    ("changes", "command"),
+    [
+        ({}, "gristmill retry job_a"),
+        ({"state": "expired"}, "gristmill retry job_a"),
+        ({"state": "in_progress"}, None),
+        ({"failed": 0}, None),
+    ],
+)
+def test_failed_rows_of_a_job_that_is_over_can_be_tried_again(
+    changes: dict[str, Any], command: str | None
+) -> None:
+    assert to_retry_command(replace(COMPLETED, **changes)) == command
 
 
 def test_a_display_shows_what_the_database_says() -> None:
@@ -222,47 +239,19 @@ def test_a_worker_as_json_has_texts_for_its_owner_and_times() -> None:
     payload = json.loads(json.dumps(to_worker_payload(WORKER)))
     assert (payload["owner"], payload["seen_at"]) == ("process 12 on box", "2025-10-09T08:54:20Z")
     assert payload["stopped_at"] is None
-    assert payload["models"][0] == {
-        "name": "tiny",
-        "fingerprint": "f00d",
-        "dtype": "float32",
-        "is_loaded": True,
-    }
+    assert payload["models"][0] == dict(name="tiny", fingerprint="f00d", dtype="float32", is_loaded=True)
 
 
-def test_a_completed_job_is_not_resumed() -> None:
-    assert to_resume_command(COMPLETED, is_live=False) is None
-
-
-def test_a_failed_job_says_why() -> None:
-    text = to_status_text(replace(EMPTY, state="failed", message="12 rows failed, 10 allowed"), is_live=False)
-    assert text.startswith("job_a  failed after 0.0 s: 12 rows failed, 10 allowed\n")
-
-
-def test_the_payload_is_json_with_the_same_figures() -> None:
+def test_the_payload_is_json_with_the_same_figures_and_nulls_for_those_not_known() -> None:
     payload = json.loads(json.dumps(to_status_payload(COMPLETED, is_live=False)))
-    assert payload["created_at"] == "2025-10-09T08:53:20Z"
-    assert payload["finished_at"] == "2025-10-09T08:54:44Z"
-    assert (
-        payload["rows"] == payload["completed"] + payload["failed"] + payload["skipped"] + payload["not_run"]
-    )
-    assert payload["percentiles"]["queue_wait_s"] == {"p50": 0.00034, "p95": 1.25, "p99": 125.0}
-    assert payload["errors_by_code"]["invalid_json"] == 11
-    assert (payload["is_live"], payload["resume"]) == (False, None)
-    assert payload["retry"] == "gristmill retry job_a"
-
-
-def test_the_payload_of_a_submitted_job_has_its_order() -> None:
+    assert (payload["created_at"], payload["finished_at"]) == ("2025-10-09T08:53:20Z", "2025-10-09T08:54:44Z")
+    assert payload["rows"] == sum(payload[name] for name in ("completed", "failed", "skipped", "not_run"))
+    assert payload["percentiles"] == PERCENTILES and payload["errors_by_code"]["invalid_json"] == 11
+    assert (payload["is_live"], payload["retry"]) == (False, "gristmill retry job_a")
     payload = json.loads(json.dumps(to_status_payload(SUBMITTED)))
-    assert payload["deadline_at"] == "2025-10-09T09:53:20Z"
+    assert (payload["deadline_at"], payload["started_at"]) == ("2025-10-09T09:53:20Z", None)
     assert (payload["runner"], payload["num_workers"], payload["is_live"]) == ("workers", 2, True)
-
-
-def test_the_payload_of_a_job_that_did_nothing_has_nulls() -> None:
-    payload = to_status_payload(EMPTY, is_live=False)
-    assert payload["started_at"] is None
     assert payload["tokens_per_s"] is None
-    assert payload["resume"] == "gristmill resume job_a"
 
 
 def test_the_list_is_one_aligned_line_a_job() -> None:
@@ -272,23 +261,13 @@ def test_the_list_is_one_aligned_line_a_job() -> None:
         "job_a      completed    1,200/1,200  18      2025-10-09T08:53:20Z  /out",
         "job_older  in_progress  64/1,200     1       2025-10-09T08:53:20Z  /elsewhere",
     ]
-
-
-def test_an_empty_list_says_how_to_start() -> None:
     assert "gristmill run" in to_jobs_text([])
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (None, "-"),
-        (0.0, "0 s"),
-        (2e-6, "2.00 us"),
-        (0.0123, "12.3 ms"),
-        (0.5, "500 ms"),
-        (1.0, "1.00 s"),
-        (99.99, "100 s"),
-    ],
-)
+    [(None, "-"), (0.0, "0 s"), (2e-6, "2.00 us"), (0.0123, "12.3 ms"), (0.5, "500 ms"),
+     (1.0, "1.00 s"), (99.99, "100 s")],
+)  # fmt: skip
 def test_a_latency_has_three_figures(seconds: float | None, text: str) -> None:
     assert to_seconds_text(seconds) == text
