@@ -9,41 +9,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shutil
-import subprocess
 import sys
 import time
 from array import array
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+
+from kit import (
+    Figures,
+    build_parser,
+    load_machine,
+    load_workload,
+    prepare_peers,
+    print_table,
+    write_result,
+)
+from peer_runs import OWN_ENVIRONMENT, Peer, run_peer
+from peers.common import peak_of
 
 from gristmill.engine.checkpoint.opening import resolve_dtype
 from gristmill.engine.config import EngineOptions
 from gristmill.engine.request import Completion, EngineCounters, EngineInfo, Request, SamplingParams
 from gristmill.worker.engine.client import EngineClient
 
-HERE = Path(__file__).resolve().parent
 STATIC_BATCH = 32
 LOAD_TIMEOUT_S = 300.0
 PEER_TIMEOUT_S = 3 * 3600.0
-Figures = dict[str, Any]
-
-
-def load_workload(name: str, num_rows: int) -> list[Figures]:
-    """The rows of one workload, the first num_rows of them unless that is 0."""
-    with open(HERE / "workload.jsonl", encoding="utf-8") as file:
-        rows = [row for row in map(json.loads, file) if row["wl"] == name]
-    return rows[:num_rows] if num_rows else rows
-
-
-def peak_gb(pid: int | None) -> float:
-    """Peak resident memory of a process so far, in GiB."""
-    status = Path(f"/proc/{pid or 'self'}/status").read_text(encoding="ascii")
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) / 2**20
 
 
 def complete_all(client: EngineClient, rows: list[Figures], first_id: int) -> dict[int, Completion]:
@@ -95,7 +86,7 @@ def run_workload(client: EngineClient, info: EngineInfo, name: str, rows: list[F
     num_prompt = sum(len(row["ids"]) for row in rows)
     num_cached = sum(completion.num_cached_tokens for completion in done.values())
     counters = counters_after(client, before.num_output_tokens + num_out).minus(before)
-    waiting = counters.budget_tokens_while_waiting
+    waiting = counters.budget_tokens_while_waiting or None
     return {
         "peer": "gristmill",
         "dtype": info.dtype,
@@ -110,12 +101,10 @@ def run_workload(client: EngineClient, info: EngineInfo, name: str, rows: list[F
         "steps": counters.num_steps,
         "preemptions": counters.num_preemptions,
         "kv_waste": round(counters.kv_waste_sum / max(1, counters.kv_waste_samples), 4),
-        "budget_utilization": round(counters.scheduled_tokens_while_waiting / waiting, 3)
-        if waiting
-        else None,
+        "budget_utilization": waiting and round(counters.scheduled_tokens_while_waiting / waiting, 3),
         "load_s": round(info.load_s, 2),
-        "peak_rss_gb": round(peak_gb(client.pid), 2),
-        "parent_peak_rss_gb": round(peak_gb(None), 2),
+        "peak_rss_gb": peak_of(client.pid),
+        "parent_peak_rss_gb": peak_of(None),
     }
 
 
@@ -145,33 +134,14 @@ def run_gristmill(args: argparse.Namespace) -> list[Figures]:
         client.close()
 
 
-def prepare_peers(folder: Path, model: str) -> None:
-    """Fill the peers' work folder: the workload, the model file, the model in Hugging Face layout."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(HERE / "workload.jsonl", folder / "workload.jsonl")
-    link, target = folder / "smollm2.gguf", Path(model).resolve()
-    if not link.exists() or link.resolve() != target:
-        link.unlink(missing_ok=True)
-        link.symlink_to(target)
-        shutil.rmtree(folder / "smollm2-hf", ignore_errors=True)
-    if not (folder / "smollm2-hf" / "model.safetensors").exists():
-        command = [sys.executable, str(HERE / "prepare_model.py"), str(link), str(folder / "smollm2-hf")]
-        subprocess.run(command, check=True, timeout=PEER_TIMEOUT_S, stdout=subprocess.DEVNULL)
-
-
-def run_peer(args: argparse.Namespace, dtype: str, num_rows: int) -> list[Figures]:
+def run_static(args: argparse.Namespace, dtype: str, num_rows: int) -> list[Figures]:
     """transformers' static batches in a process of their own; one dictionary a workload."""
-    env = dict(
-        os.environ, PEERS=str(args.peers_folder), DTYPE=dtype, BS=str(STATIC_BATCH), ROWS=str(num_rows)
-    )
-    if args.threads:
-        env["THREADS"] = str(args.threads)
-    command = [sys.executable, str(HERE / "peers" / "bench_hf.py"), "static", args.workloads]
-    done = subprocess.run(
-        command, env=env, check=True, timeout=PEER_TIMEOUT_S, stdout=subprocess.PIPE, text=True
-    )
-    print(done.stdout, end="", flush=True)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    settings = {"DTYPE": dtype, "BS": str(STATIC_BATCH)}
+    peer = Peer("transformers", OWN_ENVIRONMENT, dtype, ("peers/bench_hf.py", "static"), settings)
+    figures, _ = run_peer(peer, args.workloads, args, num_rows=num_rows, timeout_s=PEER_TIMEOUT_S)
+    for line in figures:
+        print(json.dumps(line), flush=True)
+    return figures
 
 
 def plan_peers(args: argparse.Namespace) -> list[tuple[str, int]]:
@@ -190,61 +160,26 @@ def plan_peers(args: argparse.Namespace) -> list[tuple[str, int]]:
     return plan
 
 
-def print_table(ours: list[Figures], peers: list[Figures]) -> None:
+def print_figures(ours: list[Figures], peers: list[Figures]) -> None:
     """One line a workload and system, with Gristmill's rate over the peer's."""
-    head = (
-        "",
-        "system",
-        "rows",
-        "prompt",
-        "cached",
-        "output",
-        "seconds",
-        "out tok/s",
-        "peak GB",
-        "Gristmill is",
-    )
-    widths = (2, 38, 5, 8, 8, 7, 9, 10, 8, 24)
-    print("\n" + " ".join(text.rjust(width) for text, width in zip(head, widths, strict=True)))
+    keys = ("rows", "prompt_tok", "cached_tok", "out_tok", "secs", "out_tok_s", "peak_rss_gb")
+    lines, is_cut = [], False
     for mine in ours:
-        for line in [mine, *(peer for peer in peers if peer["wl"] == mine["wl"])]:
-            note = ""
-            if line is not mine:
-                line["ratio"] = round(mine["out_tok_s"] / line["out_tok_s"], 2)
-                note = f"{line['ratio']:.2f} times as fast"
-                note += f" *{line['rows']} rows" if line["rows"] != mine["rows"] else ""
-            name = line["peer"]
-            if line is mine:
-                name += f" {mine['dtype']}" + (", stored codes" if mine["quantization"] == "auto" else "")
-            cells = (line["wl"], name, line["rows"], line["prompt_tok"], line.get("cached_tok", "-"))
-            rest = (line["out_tok"], line["secs"], line["out_tok_s"], line["peak_rss_gb"], note)
-            print(" ".join(str(cell).rjust(width) for cell, width in zip(cells + rest, widths, strict=True)))
-    rows_of = {mine["wl"]: mine["rows"] for mine in ours}
-    if any(peer["rows"] != rows_of[peer["wl"]] for peer in peers):
+        codes = ", stored codes" if mine["quantization"] == "auto" else ""
+        lines.append((f"{mine['wl']} gristmill {mine['dtype']}{codes}", *(mine[key] for key in keys), ""))
+        for line in (peer for peer in peers if peer["wl"] == mine["wl"]):
+            line["ratio"] = round(mine["out_tok_s"] / line["out_tok_s"], 2)
+            note, few = f"{line['ratio']:.2f} times as fast", line["rows"] != mine["rows"]
+            note, is_cut = note + (f" *{line['rows']} rows" if few else ""), is_cut or few
+            lines.append((f"{line['wl']} {line['peer']}", *(line.get(key) for key in keys), note))
+    heads = ("rows", "prompt", "cached", "output", "seconds", "out tok/s", "peak GB", "Gristmill is")
+    print_table(("system", *heads), lines)
+    if is_cut:
         print("* the peer ran only the first rows of the workload; rates are compared, not times")
 
 
-def load_machine() -> Figures:
-    """What the figures were measured on."""
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")]
-    flags = set(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
-    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
-    return {
-        "cpu": names[0] if names else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "instructions": [flag for flag in wanted if flag in flags],
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "load_average_before": round(os.getloadavg()[0], 1),
-    }
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="models/smollm2-135m-instruct.gguf", help="GGUF file of SmolLM2")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser = build_parser(__doc__, "model dtype workloads rows threads peers-folder", "cpu.json")
     parser.add_argument(
         "--quantization",
         default="none",
@@ -252,39 +187,27 @@ def parse_arguments() -> argparse.Namespace:
         help="none: dequantized weights, which is what the peers have; auto: as the file has them",
     )
     parser.add_argument("--max-num-seqs", type=int, help="rows that run together; default: the engine's")
-    parser.add_argument("--workloads", default="ABC")
-    parser.add_argument("--rows", type=int, default=0, help="only the first rows of each workload; 0: all")
     parser.add_argument("--peer-dtype", default="both", choices=["bfloat16", "float32", "both", "none"])
     parser.add_argument("--peer-rows", type=int, help="rows for the peers; default: all, see the file's head")
-    parser.add_argument("--peers-folder", type=Path, default=Path(os.environ.get("PEERS", "peers-work")))
-    parser.add_argument("--threads", type=int, help="default: all cores")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "cpu.json")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
     machine, plan = load_machine(), plan_peers(args)
-    if machine["load_average_before"] > 0.5:
-        print(
-            f"load average {machine['load_average_before']}: the machine is not idle, the figures will be low"
-        )
+    if (load := machine["load_average_before"]) > 0.5:
+        print(f"load average {load}: the machine is not idle, the figures will be low")
     ours = run_gristmill(args)
-    peers: list[Figures] = []
     if plan:
         prepare_peers(args.peers_folder, args.model)
-    for dtype, num_rows in plan:
-        peers += run_peer(args, dtype, num_rows)
-    print_table(ours, peers)
+    peers = [line for dtype, num_rows in plan for line in run_static(args, dtype, num_rows)]
+    print_figures(ours, peers)
     engine_gb, parent_gb = (max(line[f"{key}peak_rss_gb"] for line in ours) for key in ("", "parent_"))
     print(
         f"\nGristmill: model loaded in {ours[0]['load_s']} s, ready after {ours[0]['ready_s']} s; "
         f"peak memory {engine_gb} GB in the engine, {parent_gb} GB in its parent; all token counts are exact"
     )
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"machine": machine, "gristmill": ours, "peers": peers}
-    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"written: {os.path.relpath(args.output)}")
+    write_result(args.output, {"machine": machine, "gristmill": ours, "peers": peers})
 
 
 if __name__ == "__main__":

@@ -9,23 +9,21 @@ saved, with KV caches of 100, 30 and 10% of the shard. bookkeeping: the share of
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from bench import HERE, load_machine, load_workload
+from kit import Figures, build_parser, check_known, load_machine, load_workload, write_result
 
 from gristmill.engine.batch.prefix import max_shared_tokens
 from gristmill.engine.build import build_engine, build_random_engine
-from gristmill.engine.config import BLOCK_SIZE, EngineOptions, ModelConfig
+from gristmill.engine.config import BLOCK_SIZE, EngineOptions
 from gristmill.engine.engine import Engine
 from gristmill.worker.tools.bench.run import BenchRun, find_miscount, run_pass, warm_up
+from gristmill.worker.tools.bench.shape import parse_shape
 from gristmill.worker.tools.bench.workload import (
     BenchRow,
     Lengths,
@@ -36,20 +34,7 @@ from gristmill.worker.tools.bench.workload import (
 )
 
 VOCAB_SIZE = 49_152
-TINY = ModelConfig(
-    architecture="llama",
-    vocab_size=VOCAB_SIZE,
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    context_size=8192,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    tie_embeddings=True,
-)
+TINY = parse_shape(f"hidden=64,layers=2,heads=4,kv_heads=2,intermediate=128,vocab={VOCAB_SIZE}")
 SAVED_GOALS = {
     1.0: 0.99,
     0.3: 0.97,
@@ -58,7 +43,6 @@ SAVED_GOALS = {
 STATIC_SLOTS = 32
 BOOKKEEPING_ROWS = 512
 MAX_BOOKKEEPING_MS, MAX_BOOKKEEPING_SHARE = 3.0, 0.05
-Figures = dict[str, Any]
 
 
 def workload_a(num_rows: int) -> list[BenchRow]:
@@ -105,14 +89,12 @@ def gain(runs: dict[str, list[BenchRun]], fast: str, slow: str, goal: float | No
     medians = {name: statistics.median(run.seconds for run in found) for name, found in runs.items()}
     ratio = medians[slow] / medians[fast]
     print(f"{fast} is {ratio:.2f} times as fast as {slow}" + (f" (goal {goal})" if goal else ""))
-    seconds = {name: [round(run.seconds, 2) for run in found] for name, found in runs.items()}
-    steps = {name: len(found[0].steps) for name, found in runs.items()}
     return {
         "ratio": round(ratio, 2),
         "goal": goal,
         "ok": ratio >= (goal or 0.0),
-        "seconds": seconds,
-        "steps": steps,
+        "seconds": {name: [round(run.seconds, 2) for run in found] for name, found in runs.items()},
+        "steps": {name: len(found[0].steps) for name, found in runs.items()},
     }
 
 
@@ -171,41 +153,31 @@ def num_shard_blocks(rows: Iterable[BenchRow]) -> int:
 
 def bench_saved(args: argparse.Namespace) -> Figures:
     """Saved prompt tokens, counted on the tiny model: which tokens are computed depends on no weights."""
-    lines, ok = [], True
-    for name, rows in saved_workloads(args.rows).items():
-        best = max_shared_tokens(row.token_ids for row in rows)
-        blocks = num_shard_blocks(rows)
-        for share, goal in SAVED_GOALS.items():
-            options = EngineOptions(
-                dtype="float32", num_kv_blocks=max(2, int(blocks * share)), record_steps=True
-            )
-            run = timed_pass(build(None, options), rows, group=1)
-            prompts = sum(len(row.token_ids) for row in rows)
-            computed = run.counters.num_computed_prompt_tokens  # those computed again after a preemption too
-            saved = (prompts - computed) / best
-            good, ok = saved >= goal, ok and saved >= goal
-            lines.append(
-                {
-                    "workload": name,
-                    "rows": len(rows),
-                    "kv_share": share,
-                    "kv_blocks": options.num_kv_blocks,
-                    "prompt_tokens": prompts,
-                    "computed": computed,
-                    "max_saved": best,
-                    "saved_of_max": round(saved, 4),
-                    "goal": goal,
-                    "preemptions": run.counters.num_preemptions,
-                    "ok": good,
-                }
-            )
-            print(
-                f"{name}, KV {share:.0%} ({options.num_kv_blocks} blocks): {prompts - computed} of {best} tokens "
-                f"saved, {saved:.2%} (goal {goal:.0%}){'' if good else ' MISSED'}, "
-                f"{run.counters.num_preemptions} preemptions",
-                flush=True,
-            )
-    return {"cases": lines, "ok": ok}
+    cases = [
+        measure_saved(name, rows, share, goal)
+        for name, rows in saved_workloads(args.rows).items()
+        for share, goal in SAVED_GOALS.items()
+    ]
+    return {"cases": cases, "ok": all(case["ok"] for case in cases)}
+
+
+def measure_saved(name: str, rows: list[BenchRow], share: float, goal: float) -> Figures:
+    """One workload with a KV cache of this share of the shard."""
+    num_blocks = max(2, int(num_shard_blocks(rows) * share))
+    options = EngineOptions(dtype="float32", num_kv_blocks=num_blocks, record_steps=True)
+    counters = timed_pass(build(None, options), rows, group=1).counters
+    prompts, best = sum(len(row.token_ids) for row in rows), max_shared_tokens(row.token_ids for row in rows)
+    saved = prompts - counters.num_computed_prompt_tokens  # those computed again after a preemption are not
+    case = {"workload": name, "rows": len(rows), "kv_share": share, "kv_blocks": num_blocks}
+    case |= {"prompt_tokens": prompts, "computed": prompts - saved, "max_saved": best}
+    case |= {"saved_of_max": round(saved / best, 4), "goal": goal}
+    case |= {"preemptions": counters.num_preemptions, "ok": saved / best >= goal}
+    print(
+        f"{name}, KV {share:.0%} ({num_blocks} blocks): {saved} of {best} tokens saved, {saved / best:.2%} "
+        f"(goal {goal:.0%}){'' if case['ok'] else ' MISSED'}, {counters.num_preemptions} preemptions",
+        flush=True,
+    )
+    return case
 
 
 def bench_bookkeeping(args: argparse.Namespace) -> Figures:
@@ -242,27 +214,19 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser = build_parser(__doc__, "model dtype rows repeat", "batching.json")
     parser.add_argument(
-        "--model", default="models/smollm2-135m-instruct.gguf", help="or tiny: random weights"
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; --model tiny: random weights"
     )
-    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
-    parser.add_argument("--rows", type=int, default=0, help="fewer rows, for a quick look")
-    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "batching.json")
     args = parser.parse_args()
-    if unknown := set(args.parts) - set(PARTS):
-        parser.error(f"unknown parts {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
+    check_known(parser, "parts", args.parts, PARTS)
     args.model = None if args.model == "tiny" else args.model
-    machine = load_machine()
-    result: Figures = {"machine": machine, "model": args.model or asdict(TINY)}
+    result: Figures = {"machine": load_machine(), "model": args.model or asdict(TINY)}
     for name in args.parts or PARTS:
         print(f"{name}:", flush=True)
         result[name] = PARTS[name](args)
-    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"written: {os.path.relpath(args.output)}")
+    write_result(args.output, result)
     if missed := [name for name in args.parts or PARTS if not result[name]["ok"]]:
         sys.exit(f"goals missed: {', '.join(missed)}")
 

@@ -20,8 +20,17 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import tokenizers
-from bench import HERE, load_machine, load_workload, prepare_peers
-from peer_runs import PEER_NAMES, Figures, Peer, PeerFailed, list_peers, prepare_peer, run_peer
+from kit import (
+    GRISTMILL,
+    HERE,
+    Figures,
+    build_parser,
+    load_machine,
+    load_workload,
+    prepare_peers,
+    write_result,
+)
+from peer_runs import PEER_NAMES, Peer, PeerFailed, list_peers, prepare_peer, run_peer
 
 WORKLOAD = "A"
 GOALS = {"vllm": 3.0}
@@ -49,13 +58,16 @@ def run_gristmill(args: argparse.Namespace, dtype: str, model: Path, prompts: Pa
     (max_tokens,) = {row["max_tokens"] for row in rows}
     output = folder / "out"
     command = [
-        sys.executable,
-        "-c",
-        "from gristmill.worker.cli.main import main; main()",
+        *GRISTMILL,
         "run",
         str(prompts),
+        "--model",
+        str(model),
+        "--dtype",
+        dtype,
+        "--output",
+        str(output),
     ]
-    command += ["--model", str(model), "--dtype", dtype, "--output", str(output)]
     command += [
         "--messages", "messages", "--max-tokens", str(max_tokens), "--sampling", "ignore_eos=true",
         "--database-url", f"sqlite:///{folder / 'jobs.db'}",
@@ -77,17 +89,8 @@ def run_gristmill(args: argparse.Namespace, dtype: str, model: Path, prompts: Pa
 def run_other(args: argparse.Namespace, peer: Peer, folder: Path) -> Figures:
     """A peer's whole script, with the file that it writes."""
     path = folder / "out.parquet"
-    lines, secs = run_peer(
-        peer,
-        WORKLOAD,
-        args.peers_folder,
-        args.model,
-        num_rows=args.rows,
-        threads=None,
-        timeout_s=args.max_run_s,
-        PARQUET=str(path),
-        WARM="0",
-    )
+    more = {"PARQUET": str(path), "WARM": "0"}
+    lines, secs = run_peer(peer, WORKLOAD, args, num_rows=args.rows, timeout_s=args.max_run_s, **more)
     num_rows = pq.read_metadata(path).num_rows
     if num_rows != lines[0]["rows"]:
         raise PeerFailed(f"{num_rows} rows on disk, {lines[0]['rows']} were asked for")
@@ -146,17 +149,11 @@ def judge(runs: dict[str, list[Figures]]) -> tuple[list[Figures], list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="models/smollm2-135m-instruct.gguf", help="GGUF file of SmolLM2")
-    parser.add_argument("--rows", type=int, default=0, help="only the first rows; 0: all")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser = build_parser(__doc__, "model rows repeat max-run-s peers-folder", "end-to-end.json")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--peers", default=",".join(PEER_NAMES))
-    parser.add_argument("--max-run-s", type=float, default=1800.0, help="the most one run may take")
-    parser.add_argument("--peers-folder", type=Path, default=Path(os.environ.get("PEERS", "peers-work")))
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "end-to-end.json")
+    parser.set_defaults(threads=None)
     args = parser.parse_args()
-    args.peers_folder = args.peers_folder.resolve()
     machine = load_machine()
     prepare_peers(args.peers_folder, args.model)
     peers = list_peers(args.peers.split(","), [args.dtype])
@@ -165,9 +162,7 @@ def main() -> None:
     runs, failures = run_rounds(args, peers)
     table, missed = judge(runs)
     result = {"machine": machine, "workload": WORKLOAD, "dtype": args.dtype, "medians": table}
-    result |= {"runs": runs, "failures": failures, "missed": missed}
-    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"written: {os.path.relpath(args.output)}")
+    write_result(args.output, result | {"runs": runs, "failures": failures, "missed": missed})
     if missed or failures:
         sys.exit("; ".join([*missed, *(f"{name} failed: {text}" for name, text in failures.items())]))
 

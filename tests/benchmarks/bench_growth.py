@@ -6,20 +6,17 @@ run: no model and no tensor. Each size runs in a process of its own. Ten times t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from array import array
-from pathlib import Path
 
 import numpy as np
-from bench import HERE, load_machine
+from kit import build_parser, load_machine, write_result
 
 from gristmill.engine.batch.scheduler import Scheduler
 from gristmill.engine.batch.sequence import Sequence
@@ -81,31 +78,26 @@ def measure_apart(num_rows: int, wave_rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = build_parser(__doc__, "repeat", "growth.json")
     parser.add_argument("--measure", type=int, help="print the figures of so many rows and end")
     parser.add_argument("--divide", type=int, default=1, help="so many times fewer rows, for a quick look")
     parser.add_argument("--wave-rows", type=int, default=10_000, help="rows handed over at a time")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "growth.json")
     args = parser.parse_args()
     if args.measure:
         print(json.dumps(measure(args.measure, args.wave_rows)))
         return
-    machine = load_machine()
+    machine, sizes = load_machine(), [size // args.divide for size in SIZES]
     runs = []
-    for _ in range(args.repeat):
-        for size in SIZES:
-            runs.append(measure_apart(size // args.divide, args.wave_rows))
-            print({name: round(value, 3) for name, value in runs[-1].items()}, flush=True)
+    for size in sizes * args.repeat:
+        runs.append(measure_apart(size, args.wave_rows))
+        print({name: round(value, 3) for name, value in runs[-1].items()}, flush=True)
     small, large = (
-        statistics.median(run["seconds"] for run in runs if run["rows"] == size // args.divide)
-        for size in SIZES
+        statistics.median(run["seconds"] for run in runs if run["rows"] == size) for size in sizes
     )
     growth = large / small
     print(f"ten times the rows take {growth:.1f} times as long (goal {MAX_GROWTH:.0f})")
     result = {"machine": machine, "runs": runs, "growth": round(growth, 2), "goal": MAX_GROWTH}
-    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"written: {os.path.relpath(args.output)}")
+    write_result(args.output, result)
     if growth > MAX_GROWTH:
         sys.exit("goal missed: growth")
 

@@ -13,15 +13,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+from kit import GRISTMILL, HERE, Figures, build_parser
 
-HERE = Path(__file__).resolve().parent
 SAMPLE_S = 0.5
 CHUNK_ROWS = 50_000
 TEXT_BYTES = 192  # with the 8 bytes of the id: 200 a row
@@ -63,20 +62,12 @@ def slope_mb_per_min(samples: list[Sample], role: str) -> float | None:
     return round(float(np.polyfit(times, sizes, 1)[0]) * 60, 1)
 
 
-def run_once(source: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def run_once(source: Path, folder: Path, args: argparse.Namespace) -> Figures:
     """One run of the command in a fresh folder with a fresh database."""
     folder.mkdir()
     url, output = f"sqlite:///{folder / 'jobs.db'}", folder / "out"
-    command = [
-        sys.executable,
-        "-c",
-        "from gristmill.worker.cli.main import main; main()",
-        "run",
-        str(source),
-        "--model",
-        args.model,
-    ]
-    command += ["--output", str(output), "--database-url", url, "--max-tokens", str(args.max_tokens)]
+    command = [*GRISTMILL, "run", str(source), "--model", args.model, "--output", str(output)]
+    command += ["--database-url", url, "--max-tokens", str(args.max_tokens)]
     probe_command = [sys.executable, str(HERE / "status_probe.py"), url, str(output)]
     with open(folder / "log", "w", encoding="utf-8") as log:
         start = time.perf_counter()
@@ -100,7 +91,7 @@ def run_once(source: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
     num_rows = ds.dataset(output, format="parquet").count_rows()
     if num_rows != args.rows:
         sys.exit(f"{num_rows} rows came out, {args.rows} went in")
-    figures: dict[str, Any] = {"rows": num_rows, "secs": round(secs, 2), "rows_per_s": round(num_rows / secs)}
+    figures: Figures = {"rows": num_rows, "secs": round(secs, 2), "rows_per_s": round(num_rows / secs)}
     for role in ("parent", "engine"):
         peak = max((sizes[role] for _, sizes in samples), default=0)
         figures[f"{role}_peak_mb"] = round(peak / 2**20)
@@ -111,7 +102,7 @@ def run_once(source: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
 
 def main() -> None:
     """Build the file, run the command, print one JSON line a run and the best."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = build_parser(__doc__, "")
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--model", default="null:")

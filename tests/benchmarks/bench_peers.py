@@ -9,14 +9,21 @@ the others, and Gristmill beside them, the dequantized weights. Writes results/p
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
-from pathlib import Path
 
-from bench import HERE, load_machine, load_workload, prepare_peers
-from peer_runs import DTYPES, PEER_NAMES, Figures, Peer, PeerFailed, list_peers, prepare_peer, run_peer
+from kit import (
+    Figures,
+    build_parser,
+    check_known,
+    load_machine,
+    load_workload,
+    prepare_peers,
+    print_table,
+    write_result,
+)
+from peer_runs import DTYPES, PEER_NAMES, Peer, PeerFailed, list_peers, prepare_peer, run_peer
 
 LOAD_S = 900.0  # the most that loading may take: vLLM compiles the model each time
 TRIAL_ROWS = 2
@@ -46,15 +53,7 @@ class Rounds:
         """One run; a failure is noted and the peer is left out from then on."""
         load = os.getloadavg()[0]
         try:
-            figures, secs = run_peer(
-                peer,
-                workloads,
-                self.args.peers_folder,
-                self.args.model,
-                num_rows=num_rows,
-                threads=self.args.threads,
-                timeout_s=timeout_s,
-            )
+            figures, secs = run_peer(peer, workloads, self.args, num_rows=num_rows, timeout_s=timeout_s)
         except PeerFailed as error:
             print(f"{peer.name} {peer.dtype} on {workloads}: {error}", flush=True)
             for workload in workloads:
@@ -132,42 +131,34 @@ def summarize(rounds: Rounds, peers: list[Peer]) -> list[Figures]:
 
 def print_summary(table: list[Figures]) -> None:
     """One line a workload and system."""
-    heads = ("wl", "system", "dtype", "rows", "rounds", "out tok/s", "from", "to", "load s", "GB", "ratio")
-    keys = ["wl", "system", "dtype", "rows", "rounds", "out_tok_s", "lowest", "highest", "load_s", "peak_gb"]
-    keys.append("gristmill_is")
-    widths = (2, 16, 9, 5, 6, 9, 8, 8, 7, 6, 6)
-    print("\n" + " ".join(text.rjust(width) for text, width in zip(heads, widths, strict=True)))
-    for line in table:
-        cells = [
-            str("-" if line.get(key) is None else line[key]).rjust(w)
-            for key, w in zip(keys, widths, strict=True)
-        ]
-        print(" ".join(cells) + (f"  {line['note']}" if line["note"] else ""))
+    heads = (
+        "wl",
+        "system",
+        "dtype",
+        "rows",
+        "rounds",
+        "out tok/s",
+        "from",
+        "to",
+        "load s",
+        "GB",
+        "ratio",
+        "",
+    )
+    keys = ("wl", "system", "dtype", "rows", "rounds", "out_tok_s", "lowest", "highest", "load_s", "peak_gb")
+    print_table(heads, [[line.get(key) for key in (*keys, "gristmill_is", "note")] for line in table])
     print("ratio: Gristmill's median over the system's, on weights of that dtype; all token counts are exact")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="models/smollm2-135m-instruct.gguf", help="GGUF file of SmolLM2")
-    parser.add_argument("--workloads", default="ABC")
-    parser.add_argument("--rows", type=int, default=0, help="only the first rows of each workload; 0: all")
-    parser.add_argument("--repeat", type=int, default=3, help="rounds")
+    names = "model workloads rows repeat max-run-s peers-folder threads"
+    parser = build_parser(__doc__, names, "peers-cpu.json")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="of the weights; q4_1: the file's codes")
     parser.add_argument("--peers", default=",".join(PEER_NAMES))
-    parser.add_argument(
-        "--max-run-s", type=float, default=1800.0, help="the most one workload may take a peer"
-    )
-    parser.add_argument("--peers-folder", type=Path, default=Path(os.environ.get("PEERS", "peers-work")))
-    parser.add_argument("--threads", type=int, help="default: all cores")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "peers-cpu.json")
     args = parser.parse_args()
-    args.peers_folder = args.peers_folder.resolve()
-    if unknown := set(args.peers.split(",")) - set(PEER_NAMES):
-        parser.error(f"unknown peers {', '.join(sorted(unknown))}: choose from {', '.join(PEER_NAMES)}")
-    if unknown := set(args.dtypes.split(",")) - set(DTYPES):
-        parser.error(f"unknown dtypes {', '.join(sorted(unknown))}: choose from {', '.join(DTYPES)}")
-    if unknown := set(args.workloads) - set("ABC"):
-        parser.error(f"unknown workloads {', '.join(sorted(unknown))}: choose from A, B, C")
+    check_known(parser, "peers", args.peers.split(","), PEER_NAMES)
+    check_known(parser, "dtypes", args.dtypes.split(","), DTYPES)
+    check_known(parser, "workloads", args.workloads, "ABC")
     return args
 
 
@@ -187,11 +178,8 @@ def main() -> None:
         rounds.run_round(peers)
     table = summarize(rounds, peers)
     print_summary(table)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     runs = [line for lines in rounds.runs.values() for line in lines]
-    result = {"machine": machine, "medians": table, "runs": runs}
-    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"written: {os.path.relpath(args.output)}")
+    write_result(args.output, {"machine": machine, "medians": table, "runs": runs})
     if rounds.broken:
         sys.exit(f"{len(rounds.broken)} systems failed; see the notes")
 

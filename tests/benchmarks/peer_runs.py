@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -10,20 +11,20 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from kit import HERE, Figures
 from peer_environments import FOLDER, environment_python, make_environment
 
-HERE = Path(__file__).resolve().parent
+OWN_ENVIRONMENT = "own"
 TCMALLOC = "libtcmalloc_minimal.so.4"
-Figures = dict[str, Any]
 
 
 class Peer(NamedTuple):
     """A system under one set of settings. workloads: those that it is meant for; note: what the table says of it."""
 
     name: str
-    environment: str | None  # None: Gristmill's own
+    environment: str | None  # None: Gristmill's own script; OWN_ENVIRONMENT: a peer's, with our Python
     dtype: str  # of the weights
     script: tuple[str, ...]
     settings: Mapping[str, str]
@@ -97,43 +98,34 @@ def preloads(environment: str | None) -> str:
 
 
 def run_peer(
-    peer: Peer,
-    workloads: str,
-    work: Path,
-    model: str,
-    *,
-    num_rows: int,
-    threads: int | None,
-    timeout_s: float,
-    **more: str,
+    peer: Peer, workloads: str, args: argparse.Namespace, *, num_rows: int, timeout_s: float, **more: str
 ) -> tuple[list[Figures], float]:
-    """(one dictionary a workload, seconds of the whole process). num_rows 0: all. Raises PeerFailed."""
+    """(one dictionary a workload, seconds of the whole process). args: its model, peers_folder and threads.
+
+    num_rows 0: all. Raises PeerFailed.
+    """
+    work, threads = args.peers_folder, args.threads
     env = dict(os.environ, **peer.settings, **more, PEERS=str(work), ROWS=str(num_rows), HF_HUB_OFFLINE="1")
-    script = [str(HERE / peer.script[0])]
     if threads:
         env["THREADS"] = str(threads)
     if libraries := preloads(peer.environment):
         env["LD_PRELOAD"] = libraries
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        if peer.environment is None:
-            python = sys.executable
-            env["PYTHONPATH"] = str(HERE.parents[1])
-            arguments = [*peer.script[1:], "--model", model, "--workloads", workloads]
-            arguments += ["--rows", str(num_rows), "--peer-dtype", "none", "--output", os.devnull]
-            arguments += ["--threads", str(threads)] if threads else []
-        else:
+    python, script, *arguments = sys.executable, *peer.script
+    if peer.environment is None:
+        env["PYTHONPATH"] = str(HERE.parents[1])
+        arguments += ["--model", args.model, "--workloads", workloads, "--rows", str(num_rows)]
+        arguments += ["--peer-dtype", "none", "--output", os.devnull]
+        arguments += ["--threads", str(threads)] if threads else []
+    else:
+        folders = [str(work / name) for name in arguments]
+        arguments = [*(folders if peer.environment == "openvino" else arguments), workloads]
+        if peer.environment != OWN_ENVIRONMENT:
             python = str(environment_python(peer.environment))
-            folder = [str(work / peer.script[1])] if peer.environment == "openvino" else [*peer.script[1:]]
-            arguments = [*folder, workloads]
-        start = time.perf_counter()
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        command, start = [python, str(HERE / script), *arguments], time.perf_counter()
         try:
             done = subprocess.run(
-                [python, *script, *arguments],
-                env=env,
-                timeout=timeout_s,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
+                command, env=env, timeout=timeout_s, stdout=subprocess.PIPE, stderr=log, text=True
             )
         except subprocess.TimeoutExpired:
             raise PeerFailed(f"took longer than {timeout_s:.0f} s") from None

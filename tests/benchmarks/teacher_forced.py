@@ -6,15 +6,12 @@ gap says by how much a logit it lost where it is not. At least 95% must agree, a
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 from array import array
 from pathlib import Path
 
 import torch
-from bench import HERE, load_machine, load_workload, prepare_peers
+from kit import build_parser, load_machine, load_workload, prepare_peers, write_result
 from transformers import AutoModelForCausalLM
 
 from gristmill.engine.build import build_engine
@@ -27,12 +24,8 @@ MIN_AGREEMENT, MAX_GAP = 0.95, 0.2
 def generate(model: str, dtype: str, rows: list[dict], cpu_kernels: str) -> list[list[int]]:
     """Greedy tokens of the rows, all of them at once as in a job."""
     engine = build_engine(model, EngineOptions(dtype=dtype, quantization="none", cpu_kernels=cpu_kernels))
-    engine.add(
-        [
-            Request(i, array("I", row["ids"]), SamplingParams(max_tokens=row["max_tokens"], ignore_eos=True))
-            for i, row in enumerate(rows)
-        ]
-    )
+    sampling = [SamplingParams(max_tokens=row["max_tokens"], ignore_eos=True) for row in rows]
+    engine.add([Request(i, array("I", row["ids"]), sampling[i]) for i, row in enumerate(rows)])
     outputs: dict[int, list[int]] = {}
     while engine.has_work():
         for completion in engine.step():
@@ -60,14 +53,9 @@ def judge(folder: Path, rows: list[dict], outputs: list[list[int]]) -> tuple[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="models/smollm2-135m-instruct.gguf", help="GGUF file of SmolLM2")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser = build_parser(__doc__, "model dtype workloads rows peers-folder", "teacher-forced.json")
     parser.add_argument("--cpu-kernels", default="auto", choices=["auto", "amx", "avx512", "avx2", "none"])
-    parser.add_argument("--workloads", default="AB")
-    parser.add_argument("--rows", type=int, default=64, help="only the first rows of each workload; 0: all")
-    parser.add_argument("--peers-folder", type=Path, default=Path(os.environ.get("PEERS", "peers-work")))
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "teacher-forced.json")
+    parser.set_defaults(dtype="bfloat16", workloads="AB", rows=64)
     args = parser.parse_args()
     prepare_peers(args.peers_folder, args.model)
     # The folder's weights are the file's rounded to bfloat16: both sides start from the same numbers.
@@ -85,18 +73,12 @@ def main() -> None:
         )
         if agreement < MIN_AGREEMENT or worst > MAX_GAP:
             missed.append(workload)
+        line = {"wl": workload, "rows": len(rows), "tokens": num_tokens, "agreement": round(agreement, 4)}
         lines.append(
-            {
-                "wl": workload,
-                "rows": len(rows),
-                "tokens": num_tokens,
-                "agreement": round(agreement, 4),
-                "worst_gap": round(worst, 4),
-                "largest_gaps": [round(gap, 4) for gap in gaps[:10]],
-            }
+            line | {"worst_gap": round(worst, 4), "largest_gaps": [round(gap, 4) for gap in gaps[:10]]}
         )
     result = {"machine": load_machine(), "dtype": args.dtype, "cpu_kernels": args.cpu_kernels}
-    args.output.write_text(json.dumps(result | {"workloads": lines}, indent=2) + "\n", encoding="utf-8")
+    write_result(args.output, result | {"workloads": lines})
     if missed:
         sys.exit(f"goals missed on {', '.join(missed)}")
 

@@ -7,12 +7,13 @@ Environment: PEERS, DTYPE (bfloat16), BS (32), SORT (1), ROWS, NBLOCKS and MBT (
 import os
 import sys
 import time
+from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from common import HF_FOLDER, NUM_THREADS, WARM, load, report
+from common import HF_FOLDER, NUM_THREADS, WARM, load, measure
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 PAD = 2
@@ -76,25 +77,14 @@ def main() -> None:
     if WARM:
         run_static(model, [dict(load("C")[0], max_tokens=4)], 1)
     for workload in workloads:
-        rows = load(workload)
-        batch_size = 1 if workload == "C" else int(os.environ.get("BS", "32"))
-        name = f"transformers-{mode}-{DTYPE}" + (f"-bs{batch_size}" if mode == "static" else "")
-        settings = f"sdpa, left-padded, sorted, batch {batch_size}" if mode == "static" else "generate_batch"
-        cpu, start = time.process_time(), time.perf_counter()
-        outs = run_static(model, rows, batch_size) if mode == "static" else run_continuous(model, rows)
-        secs = time.perf_counter() - start
-        report(
-            name + os.environ.get("TAG", ""),
-            workload,
-            rows,
-            outs,
-            secs,
-            dtype=DTYPE,
-            load_s=round(load_s, 1),
-            version=f"{transformers.__version__} torch {torch.__version__}",
-            cpu_util=round((time.process_time() - cpu) / secs / NUM_THREADS, 2),
-            settings=settings,
-        )
+        size = 1 if workload == "C" else int(os.environ.get("BS", "32"))
+        name, settings, run = f"transformers-{mode}-{DTYPE}", "generate_batch", partial(run_continuous, model)
+        if mode == "static":
+            name, settings = f"{name}-bs{size}", f"sdpa, left-padded, sorted, batch {size}"
+            run = partial(run_static, model, batch_size=size)
+        versions = f"{transformers.__version__} torch {torch.__version__}"
+        facts = {"dtype": DTYPE, "load_s": load_s, "version": versions, "settings": settings}
+        measure(name, workload, load(workload), run, **facts)
 
 
 if __name__ == "__main__":

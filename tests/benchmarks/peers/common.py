@@ -9,6 +9,8 @@ import json
 import os
 import resource
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 PEERS = Path(os.environ.get("PEERS", "peers-work"))
@@ -17,12 +19,23 @@ WARM = bool(int(os.environ.get("WARM", "1")))  # 0: no warm-up, for runs that ar
 NUM_THREADS = int(os.environ.get("THREADS", str(len(os.sched_getaffinity(0)))))
 
 
+def read_workload(folder: Path, workload: str, num_rows: int) -> list[dict]:
+    """The rows of one workload in the folder's workload.jsonl, the first num_rows of them unless that is 0."""
+    with open(folder / "workload.jsonl", encoding="utf-8") as file:
+        rows = [row for row in map(json.loads, file) if row["wl"] == workload]
+    return rows[:num_rows] if num_rows else rows
+
+
 def load(workload: str) -> list[dict]:
     """The rows of one workload, the first ROWS of them where that variable is set."""
-    with open(PEERS / "workload.jsonl", encoding="utf-8") as file:
-        rows = [row for row in map(json.loads, file) if row["wl"] == workload]
-    num_rows = int(os.environ.get("ROWS", "0"))
-    return rows[:num_rows] if num_rows else rows
+    return read_workload(PEERS, workload, int(os.environ.get("ROWS", "0")))
+
+
+def peak_of(pid: int | None) -> float:
+    """Peak resident memory of a process so far, of this one without a number, in GiB."""
+    status = Path(f"/proc/{pid or 'self'}/status").read_text(encoding="ascii")
+    peak_kb = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+    return round(int(peak_kb) / 2**20, 2)
 
 
 def peak_gb() -> float:
@@ -53,10 +66,23 @@ def write_parquet(outs: list[list[int]]) -> None:
     pyarrow.parquet.write_table(pyarrow.table({k: list(v) for k, v in columns.items()}), path)
 
 
+def measure(
+    peer: str, workload: str, rows: list[dict], run: Callable[[list[dict]], list[list[int]]], **more
+) -> None:
+    """Time the rows in this process and report them; run: ids, in row order; load_s comes among the rest."""
+    cpu, start = time.process_time(), time.perf_counter()
+    outs = run(rows)
+    secs = time.perf_counter() - start
+    more["cpu_util"] = round((time.process_time() - cpu) / secs / NUM_THREADS, 2)
+    report(peer, workload, rows, outs, secs, **more)
+
+
 def report(peer: str, workload: str, rows: list[dict], outs: list[list[int]], secs: float, **more) -> None:
-    """Check the counts, print one workload's line, keep the tokens for compare.py. outs: ids, in row order."""
+    """Check the counts, print one workload's line, keep the tokens for compare.py. TAG ends the peer's name."""
     check_exact(workload, rows, outs)
     write_parquet(outs)
+    peer += os.environ.get("TAG", "")
+    more["load_s"] = round(more["load_s"], 1)
     num_prompt, num_out = sum(len(row["ids"]) for row in rows), sum(map(len, outs))
     line = {
         "peer": peer,
