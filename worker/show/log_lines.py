@@ -11,7 +11,6 @@ import os
 import re
 import sys
 import time
-from typing import Any
 
 OURS = "gristmill"
 MAX_FOREIGN_CHARS = 300
@@ -28,7 +27,8 @@ class LineFormatter(logging.Formatter):
         is_ours = record.name.partition(".")[0] == OURS
         text = record.getMessage()
         if is_ours:
-            text += "".join(f" {name}={value}" for name, value in _facts(record).items())
+            facts = record.__dict__.items()
+            text += "".join(f" {name}={value}" for name, value in facts if name not in _STANDARD)
             if record.exc_info and record.exc_info[1] is not None:
                 text += self._to_error_text(record)
         else:
@@ -57,7 +57,3 @@ def set_up_logging(level: int = logging.INFO) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger(OURS).setLevel(level)
-
-
-def _facts(record: logging.LogRecord) -> dict[str, Any]:
-    return {name: value for name, value in record.__dict__.items() if name not in _STANDARD}

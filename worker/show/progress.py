@@ -86,12 +86,7 @@ class ProgressMeter:
 
     def __init__(self, now: Clock) -> None:
         self._now = now
-        self._rows = MovingRate(ROW_RATE_WINDOW_S)
-        self._tokens = MovingRate()
-        self._start_s = now()
-        self._start_rows = 0
-        self.job_id = ""
-        self.progress = Progress(rows_done=0, rows_total=0)
+        self.start(0, 0, "")
 
     def start(self, total_rows: int, done_rows: int, job_id: str) -> None:
         self._start_s, self._start_rows, self.job_id = self._now(), done_rows, job_id
@@ -229,14 +224,7 @@ class LiveDisplay:
 
     def start(self, total_rows: int, done_rows: int, job_id: str = "") -> None:
         self._meter.start(total_rows, done_rows, job_id)
-        self._live = Live(
-            self._build_line(),
-            console=self._console,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            vertical_overflow="crop",
-        )
+        self._live = build_live(self._console, self._build_line())
         self._draw(lambda live: live.start(refresh=True))
 
     def update(self, progress: Progress) -> None:
@@ -285,9 +273,25 @@ class LogDisplay:
         """Nothing."""
 
 
-def build_display(stream: TextIO, now: Clock = time.monotonic) -> Display:
-    """A live line where the stream is a terminal that can redraw one (TERM=dumb can't), else plain lines."""
+def find_console(stream: TextIO) -> Console | None:
+    """A console where the stream is a terminal that can redraw a line (TERM=dumb can't)."""
     console = Console(file=stream, highlight=False)
-    if console.is_terminal and stream.isatty() and not console.is_dumb_terminal:
-        return LiveDisplay(console, now)
-    return PlainDisplay(stream, now)
+    return console if console.is_terminal and stream.isatty() and not console.is_dumb_terminal else None
+
+
+def build_live(console: Console, line: Table) -> Live:
+    """What redraws the line when it is told to, and leaves stdout and stderr alone."""
+    return Live(
+        line,
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        vertical_overflow="crop",
+    )
+
+
+def build_display(stream: TextIO, now: Clock = time.monotonic) -> Display:
+    """A live line where it can be redrawn, else plain lines."""
+    console = find_console(stream)
+    return PlainDisplay(stream, now) if console is None else LiveDisplay(console, now)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gristmill.worker.show.progress import MAX_BAR_WIDTH, PLAIN_INTERVAL_S, Clock
+from gristmill.worker.show.progress import MAX_BAR_WIDTH, PLAIN_INTERVAL_S, Clock, build_live, find_console
 from gristmill.worker.show.tables import to_duration_text
 
 
@@ -22,12 +20,8 @@ class LayerProgress:
     def __init__(self, stream: TextIO, now: Clock = time.monotonic) -> None:
         self._now = now
         self._stream: TextIO | None = stream
-        self._live: Live | None = None
-        console = Console(file=stream, highlight=False)
-        if console.is_terminal and stream.isatty() and not console.is_dumb_terminal:
-            self._live = Live(
-                console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-            )
+        console = find_console(stream)
+        self._live: Live | None = None if console is None else build_live(console, Table.grid())
         self._start: tuple[float, int] | None = None
         self._next_s = 0.0
         self._printed = -1
@@ -35,9 +29,7 @@ class LayerProgress:
     def __enter__(self) -> LayerProgress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None and self._live.is_started:
             self._live.stop()
 
@@ -45,9 +37,11 @@ class LayerProgress:
         """Called before each layer and after the last."""
         now = self._now()
         if self._start is None:
-            self._start = (now, num_done)
-            self._next_s = now + PLAIN_INTERVAL_S
-        left = self._left_text(now, num_done, num_layers)
+            self._start, self._next_s = (now, num_done), now + PLAIN_INTERVAL_S
+        start_s, first = self._start
+        left = ""
+        if first < num_done < num_layers:
+            left = f"{to_duration_text((now - start_s) / (num_done - first) * (num_layers - num_done))} left"
         try:
             if self._live is not None:
                 self._draw(self._live, num_done, num_layers, left)
@@ -56,13 +50,6 @@ class LayerProgress:
                 self._next_s = now + PLAIN_INTERVAL_S
         except OSError:  # the reader of our stderr is gone; the model matters more than the line
             self._live = self._stream = None
-
-    def _left_text(self, now: float, num_done: int, num_layers: int) -> str:
-        assert self._start is not None
-        start_s, first = self._start
-        if num_done >= num_layers or num_done == first:
-            return ""
-        return f"{to_duration_text((now - start_s) / (num_done - first) * (num_layers - num_done))} left"
 
     def _draw(self, live: Live, num_done: int, num_layers: int, left: str) -> None:
         bar = ProgressBar(total=num_layers, completed=num_done, width=MAX_BAR_WIDTH)
@@ -75,6 +62,5 @@ class LayerProgress:
     def _print(self, num_done: int, num_layers: int, left: str) -> None:
         if self._stream is not None and num_done != self._printed:
             self._printed = num_done
-            print(
-                f"{num_done}/{num_layers} layers{', ' + left if left else ''}", file=self._stream, flush=True
-            )
+            text = f"{num_done}/{num_layers} layers{', ' + left if left else ''}"
+            print(text, file=self._stream, flush=True)

@@ -47,8 +47,8 @@ def is_json(text: str) -> bool:
         return False
 
 
-def count_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens the two begin with before they differ, or one of them ends."""
+def count_common(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many items the two begin with before they differ, or one of them ends."""
     shorter = min(len(first), len(second))
     return next((i for i in range(shorter) if first[i] != second[i]), shorter)
 

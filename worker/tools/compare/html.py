@@ -14,15 +14,14 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from gristmill.worker.tools.compare.answers import count_common
 from gristmill.worker.tools.compare.figures import Figures
 from gristmill.worker.tools.compare.pairs import Comparison, Pair
 from gristmill.worker.tools.compare.report import LEGEND, to_side_text, to_tables
 
 MAX_PAIRS = 20  # of each kind on the page; all of them are in pairs.parquet
 MAX_CHARACTERS = 20_000  # of a prompt or an answer
-MAX_DIFF_WORDS = (
-    3000  # of two answers together that are compared word by word; longer ones by beginning and end
-)
+MAX_DIFF_WORDS = 3000  # of two answers together, compared word by word; longer ones by beginning and end
 
 _WORD = re.compile(r"\s+|\w+|[^\w\s]")
 Change = tuple[str, int, int, int, int]  # equal or another word; begin and end in A's words, and in B's
@@ -79,9 +78,8 @@ def mark_differences(a: str, b: str) -> tuple[Markup, Markup]:
 
 def _find_middle(a: Sequence[str], b: Sequence[str]) -> list[Change]:
     """The changes of two long texts: a common beginning, all between, a common end."""
-    shorter = min(len(a), len(b))
-    head = next((i for i in range(shorter) if a[i] != b[i]), shorter)
-    tail = next((i for i in range(shorter - head) if a[-1 - i] != b[-1 - i]), shorter - head)
+    head = count_common(a, b)
+    tail = min(count_common(a[::-1], b[::-1]), min(len(a), len(b)) - head)
     ends = (len(a) - tail, len(b) - tail)
     return [
         ("equal", 0, head, 0, head),
@@ -94,10 +92,8 @@ def _to_shown(pair: Pair) -> dict[str, Any]:
     """What the page says of a pair."""
     assert pair.a is not None and pair.b is not None
     facts = [f"row {pair.row.row.row_index}", pair.row.language, f"{len(pair.a.prompt_ids):,} prompt tokens"]
-    if pair.first_divergence is not None:
-        facts.append(f"part after {pair.first_divergence:,} tokens")
-    else:
-        facts.append("the same text")
+    parted = pair.first_divergence
+    facts.append("the same text" if parted is None else f"part after {parted:,} tokens")
     if pair.scores is not None:
         facts.append(f"KL {pair.scores.kl.mean():.2g} a token, {pair.scores.kl.max():.2g} at most")
     marked = mark_differences(_cut(pair.a.text), _cut(pair.b.text))

@@ -10,11 +10,10 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gristmill.engine.build import build_engine
 from gristmill.engine.engine import Engine
-from gristmill.engine.measure.scoring import Contrast, Forced, Scorer, contrast
+from gristmill.engine.measure.scoring import Forced, Scorer, contrast
 from gristmill.engine.request import Completion, Request
 from gristmill.engine.text.tokenizer import Tokenizer
 from gristmill.worker.run.prepare import Preparer
@@ -124,15 +123,14 @@ def pair_answers(row: CompareRow, a: Answer | str, b: Answer | str, tokenizer: T
 
 def find_vocabulary_fault(first: Engine, second: Engine, prompts: Sequence[str]) -> str | None:
     """Why probabilities of the two can't be compared: their tokens are not the same; None where they are."""
-    sizes = [engine.runner.model.config.vocab_size for engine in (first, second)]
-    if sizes[0] != sizes[1]:
-        return f"the vocabularies differ: A has {sizes[0]:,} tokens, B has {sizes[1]:,}"
-    tokenizers = (first.tokenizer, second.tokenizer)
+    a, b = (engine.runner.model.config.vocab_size for engine in (first, second))
+    if a != b:
+        return f"the vocabularies differ: A has {a:,} tokens, B has {b:,}"
     probes = [prompt for prompt in prompts if prompt][:MAX_PROBES]
-    if encode_plain(tokenizers[0], probes) != encode_plain(tokenizers[1], probes):
+    if encode_plain(first.tokenizer, probes) != encode_plain(second.tokenizer, probes):
         return "the vocabularies differ: A and B cut the same text into other tokens"
-    for token_id in range(sizes[0]):
-        texts = [each.decode([token_id]) for each in tokenizers]
+    for token_id in range(a):
+        texts = [each.tokenizer.decode([token_id]) for each in (first, second)]
         if texts[0] != texts[1]:
             return f"the vocabularies differ: token {token_id} is {texts[0]!r} of A and {texts[1]!r} of B"
     return None
@@ -169,40 +167,22 @@ def score_pairs(first: Engine, second: Engine, pairs: Sequence[Pair], display: D
 
 
 def score_some(first: Scorer, second: Scorer, pairs: Sequence[Pair]) -> Iterator[Scores]:
-    """The scores of pairs that have answers and fit."""
+    """The scores of pairs that have answers and fit; sums in float64."""
     forced = [to_forced(pair) for pair in pairs]
     of_a = contrast(first, second, [(a, under_b) for a, under_b, _, _ in forced])
     of_b = contrast(second, first, [(b, under_a) for _, _, b, under_a in forced])
     for a, b in zip(of_a, of_b, strict=True):
-        yield to_scores(a, b)
-
-
-def to_scores(a: Contrast, b: Contrast) -> Scores:
-    """a: A's answer, A first; b: B's answer, B first."""
-    return Scores(
-        a_under_a=add_up(a.first_logprobs),
-        a_under_b=add_up(a.second_logprobs),
-        b_under_a=add_up(b.second_logprobs),
-        b_under_b=add_up(b.first_logprobs),
-        kl=a.kl,
-    )
-
-
-def add_up(values: NDArray[np.float32]) -> float:
-    """A sum in float64."""
-    return float(values.sum(dtype=np.float64))
+        logprobs = (a.first_logprobs, a.second_logprobs, b.second_logprobs, b.first_logprobs)
+        a_under_a, a_under_b, b_under_a, b_under_b = (float(each.sum(dtype=np.float64)) for each in logprobs)
+        yield Scores(a_under_a, a_under_b, b_under_a, b_under_b, a.kl)
 
 
 def to_forced(pair: Pair) -> tuple[Forced, Forced, Forced, Forced]:
     """A's answer after A's prompt and after B's, B's answer after B's prompt and after A's."""
     assert pair.a is not None and pair.b is not None
-    a, b = pair.a, pair.b
-    return (
-        Forced(a.prompt_ids, a.token_ids),
-        Forced(b.prompt_ids, a.token_ids),
-        Forced(b.prompt_ids, b.token_ids),
-        Forced(a.prompt_ids, b.token_ids),
-    )
+    of_a, of_b = pair.a.token_ids, pair.b.token_ids
+    behind_a, behind_b = pair.a.prompt_ids, pair.b.prompt_ids
+    return Forced(behind_a, of_a), Forced(behind_b, of_a), Forced(behind_b, of_b), Forced(behind_a, of_b)
 
 
 def fits(first: Engine, second: Engine, pair: Pair) -> bool:

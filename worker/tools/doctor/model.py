@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from gristmill.engine.checkpoint.fingerprint import fingerprint
 from gristmill.engine.checkpoint.gguf_quants import CODE_SHAPES
@@ -22,14 +22,6 @@ from gristmill.worker.tools.doctor.check import Check, ModelSize, PartSize
 PARTS = ("embedding", "attention", "mlp", "head", "norms")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-class _Storage(NamedTuple):
-    """How one tensor is kept: in the file, and in memory."""
-
-    type: str
-    loaded_as: str
-    num_bytes: int
 
 
 def check_model(model: str) -> Check:
@@ -58,13 +50,16 @@ def measure_model(checkpoint: Checkpoint, dtype: str) -> ModelSize:
     config = checkpoint.config
     sizes: dict[tuple[str, str, str], list[int]] = {}
     for name, shape in expected_shapes(config).items():
-        stored = _to_storage(checkpoint.tensors[name], dtype)
-        total = sizes.setdefault((_to_part(name), stored.type, stored.loaded_as), [0, 0])
+        file_type, loaded_as, num_bytes = _to_storage(checkpoint.tensors[name], dtype)
+        total = sizes.setdefault((_to_part(name), file_type, loaded_as), [0, 0])
         total[0] += prod(shape)
-        total[1] += stored.num_bytes
+        total[1] += num_bytes
     parts = [PartSize(*kind, num_weights, num_bytes) for kind, (num_weights, num_bytes) in sizes.items()]
-    if config.tie_embeddings:
-        parts += [_to_head(part) for part in parts if part.part == "embedding"]
+    if config.tie_embeddings:  # the head's codes are the embedding's, floats are packed a second time
+        embeddings = [part for part in parts if part.part == "embedding"]
+        parts += [
+            replace(each, part="head", is_shared=each.loaded_as not in DTYPE_BYTES) for each in embeddings
+        ]
     kv_bytes = config.kv_bytes_per_token_f32 * DTYPE_BYTES[dtype] // 4
     parts.sort(key=lambda part: (PARTS.index(part.part), -part.num_bytes))
     return ModelSize(tuple(parts), dtype, kv_bytes)
@@ -101,18 +96,13 @@ def _to_part(name: str) -> str:
     return "head" if name.startswith("lm_head.") else "embedding"
 
 
-def _to_head(embedding: PartSize) -> PartSize:
-    """The tied head: its codes are the embedding's, floats are packed a second time."""
-    is_shared = embedding.loaded_as not in DTYPE_BYTES
-    return replace(embedding, part="head", is_shared=is_shared)
-
-
-def _to_storage(source: TensorSource | QuantizedSource, dtype: str) -> _Storage:
+def _to_storage(source: TensorSource | QuantizedSource, dtype: str) -> tuple[str, str, int]:
+    """How one tensor is kept: its type in the file, that in memory, and its bytes there."""
     if isinstance(source, QuantizedSource):
-        return _Storage(source.type, source.type, source.num_bytes)
+        return source.type, source.type, source.num_bytes
     num_weights = prod(source.shape)
     codes = CODE_SHAPES.get(source.type) if len(source.shape) == 2 else None
     name = _FILE_DTYPES.get(source.type, source.type.lower())
     if codes is None:
-        return _Storage(name, dtype, num_weights * DTYPE_BYTES[dtype])
-    return _Storage(name, codes.kind, round(codes.bits_per_weight * num_weights / 8))
+        return name, dtype, num_weights * DTYPE_BYTES[dtype]
+    return name, codes.kind, round(codes.bits_per_weight * num_weights / 8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -64,22 +64,21 @@ def check_python(python: tuple[int, ...]) -> Check:
 def check_torch(load_version: Callable[[str], str | None]) -> Check:
     """Whether PyTorch is there and new enough; nothing is imported."""
     found, wanted = load_version("torch"), ".".join(map(str, MIN_TORCH))
+    remedy = f"pip install 'torch>={wanted}'"
     if found is None:
-        return Check("torch", "fail", "not installed", f"pip install 'torch>={wanted}'")
+        return Check("torch", "fail", "not installed", remedy)
     release = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
     if release < MIN_TORCH:
-        return Check("torch", "fail", f"{found} is older than {wanted}", f"pip install 'torch>={wanted}'")
+        return Check("torch", "fail", f"{found} is older than {wanted}", remedy)
     return Check("torch", "ok", found)
 
 
 def check_libraries(load_version: Callable[[str], str | None]) -> Check:
     """Whether every library that is needed is installed."""
     found = {name: load_version(name) for name in LIBRARIES}
-    missing = [name for name, text in found.items() if text is None]
-    if missing:
-        return Check(
-            "libraries", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"
-        )
+    if missing := [name for name, text in found.items() if text is None]:
+        remedy = f"pip install {' '.join(missing)}"
+        return Check("libraries", "fail", f"missing: {', '.join(missing)}", remedy)
     return Check("libraries", "ok", ", ".join(f"{name} {text}" for name, text in found.items()))
 
 
@@ -106,14 +105,13 @@ def check_cpu(flags: frozenset[str]) -> Check:
 def check_memory(available_bytes: int | None) -> Check:
     """Whether enough memory is free for a small model."""
     if available_bytes is None:
-        return Check(
-            "memory", "warn", "unknown: /proc/meminfo can't be read", "check by hand that the model fits"
-        )
-    detail = f"{to_size_text(available_bytes)} available"
-    if available_bytes < MIN_MEMORY_BYTES:
-        wanted = to_size_text(MIN_MEMORY_BYTES)
-        return Check("memory", "warn", detail, f"free {wanted} or choose a model that is smaller than that")
-    return Check("memory", "ok", detail)
+        remedy = "check by hand that the model fits"
+        return Check("memory", "warn", "unknown: /proc/meminfo can't be read", remedy)
+    remedy = f"free {to_size_text(MIN_MEMORY_BYTES)} or choose a model that is smaller than that"
+    state = "warn" if available_bytes < MIN_MEMORY_BYTES else "ok"
+    return Check(
+        "memory", state, f"{to_size_text(available_bytes)} available", remedy if state != "ok" else ""
+    )
 
 
 def check_disk(folder: Path) -> Check:
@@ -122,9 +120,8 @@ def check_disk(folder: Path) -> Check:
     free_bytes = shutil.disk_usage(existing).free
     detail = f"{to_size_text(free_bytes)} free in {existing}"
     if free_bytes < MIN_DISK_BYTES:
-        return Check(
-            "disk", "warn", detail, f"free {to_size_text(MIN_DISK_BYTES)}, or set XDG_STATE_HOME elsewhere"
-        )
+        remedy = f"free {to_size_text(MIN_DISK_BYTES)}, or set XDG_STATE_HOME elsewhere"
+        return Check("disk", "warn", detail, remedy)
     return Check("disk", "ok", detail)
 
 
@@ -146,22 +143,24 @@ def load_package_version(name: str) -> str | None:
         return None
 
 
-def load_cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The CPU's flags, as Linux tells them; none elsewhere."""
+def load_fact(path: Path, name: str) -> list[str]:
+    """The words behind a name in a file of Linux's /proc; none where there is no such line or file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+        return []
+    return next((line.partition(":")[2].split() for line in lines if line.startswith(name)), [])
+
+
+def load_cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """The CPU's flags, as Linux tells them; none elsewhere."""
+    return frozenset(load_fact(path, "flags"))
 
 
 def load_available_memory_bytes(path: Path = Path("/proc/meminfo")) -> int | None:
     """The memory that is free, as Linux tells it; None elsewhere."""
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    words = load_fact(path, "MemAvailable:")
+    return int(words[0]) * 1024 if words else None
 
 
 def to_size_text(size_bytes: int) -> str:
@@ -181,14 +180,12 @@ def to_checks_text(checks: Iterable[Check]) -> str:
     return "\n".join(lines)
 
 
-def to_checks_payload(checks: Iterable[Check]) -> dict[str, Any]:
+def to_checks_payload(checks: Sequence[Check]) -> dict[str, Any]:
     """Plain values; only a model that has weights has a `size`."""
-    listed = [_to_plain(check) for check in checks]
-    states = {check["state"] for check in listed}
+    states = {check.state for check in checks}
+    listed = [
+        {name: value for name, value in asdict(check).items() if name != "size"}
+        | ({"size": to_size_payload(check.size)} if check.size is not None else {})
+        for check in checks
+    ]
     return {"state": next((s for s in ("fail", "warn") if s in states), "ok"), "checks": listed}
-
-
-def _to_plain(check: Check) -> dict[str, Any]:
-    fields = asdict(check)
-    del fields["size"]
-    return fields if check.size is None else fields | {"size": to_size_payload(check.size)}
