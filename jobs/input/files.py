@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 
 from gristmill.jobs.errors import RefusedError, SourceError, SourceUnavailable
+from gristmill.jobs.storage.folder import is_s3
 
-S3_SCHEME = "s3://"
 _PARALLEL = 16  # requests that wait for a distant store at the same time
 _FEW = 4
 
@@ -30,11 +30,6 @@ class InputStat(NamedTuple):
 
     size_bytes: int
     version: str  # local: mtime in ns; S3: the ETag
-
-
-def is_s3(uri: str) -> bool:
-    """Whether a URI names an object of S3."""
-    return uri.startswith(S3_SCHEME)
 
 
 def stat_input(uri: str) -> InputStat:

@@ -8,10 +8,11 @@ from typing import Any
 import pyarrow as pa
 
 from gristmill.jobs.errors import SourceError
-from gristmill.jobs.input.files import is_s3, map_inputs, stat_input
+from gristmill.jobs.input.files import map_inputs, stat_input
 from gristmill.jobs.input.formats.registry import format_of
 from gristmill.jobs.rows import Row
 from gristmill.jobs.source import ShardRange, Source
+from gristmill.jobs.storage.folder import is_s3
 
 MAX_SAMPLE_RECORDS = 1000
 _MIN_SAMPLE_RECORDS = 50

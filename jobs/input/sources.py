@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from gristmill.jobs.errors import RefusedError, SourceError
-from gristmill.jobs.input.files import InputStat, is_s3, map_inputs, open_input, refuse_unreadable, stat_input
+from gristmill.jobs.input.files import InputStat, map_inputs, open_input, refuse_unreadable, stat_input
 from gristmill.jobs.input.formats.registry import INPUT_FORMATS, SUFFIXES
 from gristmill.jobs.source import Compression, Source
+from gristmill.jobs.storage.folder import is_s3
 
 _OWN_OUTPUT = ("_attempts", "_manifest.json")
 

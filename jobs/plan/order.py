@@ -16,7 +16,7 @@ from gristmill.jobs.prompt.source import PromptSource
 from gristmill.jobs.source import Plan, Source
 from gristmill.jobs.spec import JobSpec
 from gristmill.jobs.storage.allowed import check_allowed
-from gristmill.jobs.storage.folder import S3_SCHEME
+from gristmill.jobs.storage.folder import is_s3
 
 MIN_SHARD_S = 1.0
 _MIN_PREFIX_SIZE = 16
@@ -38,7 +38,7 @@ def check_order(spec: JobSpec, fingerprint: str = "", allow: Sequence[str] | Non
     """Reads heads of inputs. Inputs and output must lie below `allow`; None: anywhere. Raises RefusedError."""
     if allow is not None:
         check_allowed([*spec.input, spec.output], allow)
-    if "://" in spec.output and not spec.output.startswith(S3_SCHEME):
+    if "://" in spec.output and not is_s3(spec.output):
         raise RefusedError(f"output {spec.output!r}: write a path, or s3://BUCKET/FOLDER")
     sources = load_sources(spec.input, spec.input_format, spec.output)
     if allow is not None:

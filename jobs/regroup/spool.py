@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, NamedTuple
 from gristmill.jobs.crash_points import reach
 from gristmill.jobs.errors import SourceError
 from gristmill.jobs.input.files import expect_ranges
-from gristmill.jobs.regroup.boundaries import ShardBoundaries
 from gristmill.jobs.regroup.external_sort import SortItem
 from gristmill.jobs.regroup.prefix_sharing import common_prefix_size
 from gristmill.jobs.regroup.records import DamagedRecordError, iterate_records, to_record
@@ -31,6 +30,7 @@ MAX_BATCH_ROWS = 512
 _FILE_BITS = 20
 _ID_BITS = 40
 _READ_BYTES = 1 << 20
+_SLACK = 8  # a shard may be longer or shorter by this fraction of it
 
 
 class Spooled(NamedTuple):
@@ -91,7 +91,7 @@ def write_spool(
     Unless `is_exact`, a shard ends where its last row shares least with the next one, within an eighth of its
     size: a prefix that lies in two shards may be computed twice.
     """
-    cutter = ShardBoundaries(shard_rows, is_exact)
+    cutter = _ShardBoundaries(shard_rows, is_exact)
     last_key = b""
     num_shared = num_bytes = 0
     with ExitStack() as stack:
@@ -163,6 +163,53 @@ def spool_name(source_index: int) -> str:
     """The file of a shard with this source_index."""
     spool_id, file_index = _spool_and_file(source_index)
     return f"{SPOOL_FOLDER}/{spool_id:010x}-{file_index:05d}"
+
+
+class _ShardBoundaries:
+    """Finds, while the rows go by, where shards end: near the wanted size, where rows share least."""
+
+    def __init__(self, shard_rows: int, is_exact: bool) -> None:
+        slack_rows = 0 if is_exact else shard_rows // _SLACK
+        self.shards: list[ShardRange] = []
+        self._min_rows = max(1, shard_rows - slack_rows)
+        self._max_rows = shard_rows + slack_rows
+        self._source_index = 0
+        self._num_rows = 0  # all rows so far
+        self._ends: list[int] = []  # of the open rows, in the file; [0] is where the first one begins
+        self._shared: list[int] = []  # what each open row shares with the one before
+
+    def begin_file(self, source_index: int) -> None:
+        """The rows that follow are in this file, from its start."""
+        self._source_index = source_index
+        self._ends = [0]
+
+    def add(self, num_bytes: int, num_shared: int) -> None:
+        """The next row."""
+        self._ends.append(self._ends[-1] + num_bytes)
+        self._shared.append(num_shared)
+        if len(self._shared) > self._max_rows:
+            self._cut(self._find_border())
+
+    def end_file(self) -> None:
+        """What is open becomes a shard."""
+        if self._shared:
+            self._cut(len(self._shared))
+
+    def _find_border(self) -> int:
+        """How many open rows the shard gets: the border before the row that shares least."""
+        candidates = range(self._min_rows, self._max_rows + 1)
+        return min(candidates, key=lambda index: (self._shared[index], -index))
+
+    def _cut(self, num_rows: int) -> None:
+        begin, end = self._ends[0], self._ends[num_rows]
+        self.shards.append(
+            ShardRange(
+                len(self.shards), self._source_index, self._num_rows, num_rows, num_rows, begin, end - begin
+            )
+        )
+        self._num_rows += num_rows
+        self._ends = self._ends[num_rows:]
+        self._shared = self._shared[num_rows:]
 
 
 class _ShardFile(io.BufferedReader):

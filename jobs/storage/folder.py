@@ -14,8 +14,6 @@ from typing import BinaryIO, Protocol
 from gristmill.jobs.storage.hashing_file import HashingFile
 from gristmill.jobs.storage.local import LocalStorage
 
-S3_SCHEME = "s3://"
-
 
 class Storage(Protocol):
     """One output folder. A place that doesn't answer raises OutputUnavailable: the same call may work later."""
@@ -88,9 +86,14 @@ class Storage(Protocol):
         ...
 
 
+def is_s3(uri: str) -> bool:
+    """Whether a URI names a place in S3."""
+    return uri.startswith("s3://")
+
+
 def open_storage(output: str) -> Storage:
     """The storage of an output folder; the folder itself appears with its first file."""
-    if output.startswith(S3_SCHEME):
+    if is_s3(output):
         from gristmill.jobs.storage.remote import S3Storage  # boto3 takes a third of a second
 
         return S3Storage(output)

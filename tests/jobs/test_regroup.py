@@ -182,8 +182,7 @@ def test_a_large_input_is_judged_by_a_sample(
     assert is_regrouped(store, plan(store, submit(store, data), data))
 
 
-@pytest.mark.parametrize("output_format", ["parquet", "jsonl"])
-@pytest.mark.parametrize("place", ["local", "s3"])
+@pytest.mark.parametrize(("output_format", "place"), [("parquet", "local"), ("jsonl", "s3")])
 def test_every_row_of_a_regrouped_job_comes_out_once_and_its_failed_rows_again(
     store: Store, data: Path, output_format: str, place: str, request: pytest.FixtureRequest
 ) -> None:

@@ -17,8 +17,8 @@ from gristmill.engine.config import EngineOptions
 from gristmill.engine.errors import ModelRefused
 from gristmill.engine.null_engine import is_null_url, parse_null_url
 from gristmill.jobs.errors import RefusedError
-from gristmill.jobs.input.files import is_s3
 from gristmill.jobs.records import ModelOffer
+from gristmill.jobs.storage.folder import is_s3
 from gristmill.worker.serve.model_cache import ModelCache
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
